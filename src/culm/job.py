@@ -168,7 +168,9 @@ def _tied(groups: Sequence[Sequence[str]], layers: int) -> None:
     seen: set[str] = set()
     for group in groups:
         if isinstance(group, str) or len(group) < 2:
-            raise JobError(f"Job.tied has {group!r}: a group names at least two parameters, like ('0.weight', '13.weight')")
+            raise JobError(
+                f"Job.tied has {group!r}: a group names at least two parameters, like ('0.weight', '13.weight')"
+            )
         for name in group:
             index, dot, rest = name.partition(".")
             if not (dot and rest and index.isdigit() and int(index) < layers):
@@ -204,7 +206,9 @@ def module(path: str) -> Any:
     """The module of a job file, imported once under its stem, so that the classes in it have one identity."""
     file = Path(path).resolve()
     if not file.is_file():
-        raise JobError(f"there is no job file {path!r}: give the path of a Python file, as in 'culm run examples/gpt.py'")
+        raise JobError(
+            f"there is no job file {path!r}: give the path of a Python file, as in 'culm run examples/gpt.py'"
+        )
     name = f"culm_job_{file.stem}"
     loaded = sys.modules.get(name)
     if loaded is not None and getattr(loaded, "__file__", None) == str(file):
