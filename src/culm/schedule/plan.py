@@ -1,0 +1,197 @@
+"""A plan: the actions of one training step, placed on workers in order; a plain value, and a file that people read."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from culm.errors import ScheduleError
+from culm.schedule.action import RELEASE, WHOLE, Action, Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_HEADER = re.compile(
+    r"plan (?P<name>\S+): pipelines=(?P<pipelines>[0-9]{1,9}) stages=(?P<stages>[0-9]{1,9}) "
+    r"segments=(?P<segments>[0-9]{1,9}) micro_batches=(?P<micro_batches>[0-9]{1,9})"
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The order in which every worker runs its actions. Its shape is checked here, its sense by `check`."""
+
+    name: str
+    """One word: gpipe, 1f1b, zb, interleaved, or any other."""
+    pipelines: int
+    """D."""
+    stages: int
+    """P: workers per pipeline."""
+    segments: int
+    """A multiple of P. Segment g sits on stage g % P of every pipeline."""
+    micro_batches: int
+    """M, over all pipelines: numbered 0..M-1."""
+    workers: tuple[tuple[Action, ...], ...]
+    """By slot number: pipeline * P + stage."""
+
+    def __post_init__(self) -> None:
+        if self.name.split() != [self.name] or not self.name.isprintable():
+            raise ScheduleError(f"Plan.name is {self.name!r}: use one word")
+        check_shape(self.pipelines, self.stages, self.micro_batches)
+        if self.segments < 1 or self.segments % self.stages:
+            raise ScheduleError(f"Plan.segments is {self.segments}: use a multiple of the {self.stages} stages")
+        if len(self.workers) != self.pipelines * self.stages:
+            raise ScheduleError(
+                f"Plan.workers has {len(self.workers)} lists: "
+                f"use one for each of {self.pipelines} pipelines x {self.stages} stages"
+            )
+
+    def placement(self) -> dict[Action, int]:
+        """Who runs each F, I, W and B. R and S are missing: they run on every holder of their segment."""
+        return {
+            action: worker
+            for worker, actions in enumerate(self.workers)
+            for action in actions
+            if action.kind not in WHOLE
+        }
+
+    def segments_of(self, worker: int) -> tuple[int, ...]:
+        """The segments that a worker holds, in the order of the model."""
+        return tuple(range(worker % self.stages, self.segments, self.stages))
+
+    def holders_of(self, segment: int) -> tuple[int, ...]:
+        """The workers that hold a segment: one in each pipeline."""
+        return tuple(range(segment % self.stages, self.pipelines * self.stages, self.stages))
+
+    def micros_of(self, worker: int) -> range:
+        """The micro-batches of a worker's pipeline."""
+        return blocks(self.pipelines, self.micro_batches)[worker // self.stages]
+
+    def label(self, worker: int) -> str:
+        """A worker's slot, written pipeline.stage."""
+        return f"{worker // self.stages}.{worker % self.stages}"
+
+    def with_updates(self) -> Plan:
+        """The plan with R right after the last W or B of each segment and S at the end of each list; old ones go."""
+        return replace(self, workers=tuple(_updated(actions) for actions in self.workers))
+
+    def to_text(self) -> str:
+        """A line that describes the plan, then a line for each worker: `0.2: 2F0 2F1 2B0 ...`."""
+        counts = f"pipelines={self.pipelines} stages={self.stages}"
+        lines = [f"plan {self.name}: {counts} segments={self.segments} micro_batches={self.micro_batches}"]
+        lines += [f"{self.label(w)}: {' '.join(map(str, actions))}".rstrip() for w, actions in enumerate(self.workers)]
+        return "\n".join(lines) + "\n"
+
+    @classmethod
+    def from_text(cls, text: str) -> Plan:
+        """Read what `to_text` wrote. Blank lines and lines that start with # are skipped; errors name line and cell."""
+        lines = [(n, line.strip()) for n, line in enumerate(text.splitlines(), 1)]
+        lines = [(n, line) for n, line in lines if line and line[0] != "#"]
+        number, first = lines[0] if lines else (1, "")
+        header = _HEADER.fullmatch(first)
+        if header is None:
+            raise ScheduleError(
+                f"line {number}: {first[:80]!r} does not describe a plan: "
+                "write 'plan 1f1b: pipelines=2 stages=4 segments=4 micro_batches=8'"
+            )
+        counts = {field: int(value) for field, value in header.groupdict().items() if field != "name"}
+        workers = _by_slot(lines[1:], counts["pipelines"], counts["stages"])
+        return cls(header["name"], **counts, workers=workers)
+
+    def to_csv(self) -> str:
+        """The shape of torch.distributed.pipelining: a row for each worker, an action in each cell."""
+        out = io.StringIO()
+        csv.writer(out, lineterminator="\n").writerows(self.workers)
+        return out.getvalue()
+
+    @classmethod
+    def from_csv(cls, text: str, *, name: str = "csv") -> Plan:
+        """Read what `to_csv` or torch's compute-only dump wrote; empty cells are skipped, errors name line and cell.
+
+        A CSV carries no header, so the shape is inferred: each pipeline has one row with segment 0.
+        torch writes no S: `with_updates` adds what is missing.
+        """
+        rows = _csv_rows(text)
+        workers = tuple(_actions(f"line {number}", row) for number, row in enumerate(rows, 1))
+        firsts = sum(any(action.segment == 0 for action in actions) for actions in workers)
+        if firsts == 0 or len(rows) % firsts:
+            raise ScheduleError(
+                f"{firsts} of {len(rows)} rows have actions of segment 0: "
+                "each pipeline has one such row, and all have equally many rows"
+            )
+        segments = 1 + max(action.segment for actions in workers for action in actions)
+        micros = 1 + max((a.micro for actions in workers for a in actions if a.micro is not None), default=0)
+        return cls(name, firsts, len(rows) // firsts, segments, micros, workers)
+
+
+def blocks(pipelines: int, micro_batches: int) -> tuple[range, ...]:
+    """The micro-batches of each pipeline: contiguous, and the first M % D pipelines have one more."""
+    size, more = divmod(micro_batches, pipelines)
+    starts = [d * size + min(d, more) for d in range(pipelines + 1)]
+    return tuple(range(a, b) for a, b in pairwise(starts))
+
+
+def check_shape(pipelines: int, stages: int, micro_batches: int) -> None:
+    """Refuse counts that no plan can have."""
+    for field, count in (("pipelines", pipelines), ("stages", stages), ("micro_batches", micro_batches)):
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise ScheduleError(f"{field} is {count!r}: use a whole number of at least 1")
+    if micro_batches < pipelines:
+        raise ScheduleError(
+            f"micro_batches is {micro_batches}, fewer than the {pipelines} pipelines: "
+            f"use at least {pipelines} micro-batches, or fewer pipelines"
+        )
+
+
+def _updated(actions: tuple[Action, ...]) -> tuple[Action, ...]:
+    kept = [action for action in actions if action.kind not in WHOLE]
+    last = {action.segment: index for index, action in enumerate(kept) if action.kind in RELEASE}
+    ends = {index: segment for segment, index in last.items()}
+    out: list[Action] = []
+    for index, action in enumerate(kept):
+        out.append(action)
+        if index in ends:
+            out.append(Action(ends[index], Kind.R))
+    return (*out, *(Action(segment, Kind.S) for segment in sorted(last)))
+
+
+def _actions(place: str, cells: Iterable[str]) -> tuple[Action, ...]:
+    out: list[Action] = []
+    for number, cell in enumerate(cells, 1):
+        try:
+            out += [Action.parse(cell.strip())] if cell.strip() else []
+        except ScheduleError as error:
+            raise ScheduleError(f"{place}, cell {number}: {error}") from None
+    return tuple(out)
+
+
+def _by_slot(lines: list[tuple[int, str]], pipelines: int, stages: int) -> tuple[tuple[Action, ...], ...]:
+    """The lists of the workers by slot number; the lines may come in any order."""
+    if len(lines) != pipelines * stages:
+        raise ScheduleError(
+            f"there are {len(lines)} lines of workers: give one for each of {pipelines} pipelines x {stages} stages"
+        )
+    rows: dict[str, tuple[Action, ...] | None] = {f"{d}.{s}": None for d in range(pipelines) for s in range(stages)}
+    for number, line in lines:
+        label, colon, cells = line.partition(":")
+        if not colon or rows.get(label, ()) is not None:
+            raise ScheduleError(
+                f"line {number}: {line[:40]!r} is not for a worker that has no line yet: "
+                f"write each of 0.0 to {pipelines - 1}.{stages - 1} once, as in '0.0: 0F0 0B0'"
+            )
+        rows[label] = _actions(f"line {number}", cells.split())
+    return tuple(actions for actions in rows.values() if actions is not None)
+
+
+def _csv_rows(text: str) -> list[list[str]]:
+    try:
+        rows = list(csv.reader(io.StringIO(text)))
+    except csv.Error as error:
+        raise ScheduleError(f"this is not a CSV of actions: {error}") from None
+    while rows and not any(cell.strip() for cell in rows[-1]):
+        rows.pop()
+    return rows
