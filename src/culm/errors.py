@@ -23,6 +23,8 @@ class CulmError(Exception):
     """Base of all errors that culm raises on purpose."""
 
     exit_code = 1
+    trace = ""
+    """Where it happened, when that was in another process; shown with --debug."""
 
 
 class UsageError(CulmError):
@@ -49,10 +51,6 @@ class RunError(CulmError):
 
 class LayerFailed(RunError):
     """Code of the user raised inside a layer, the loss, the optimizer or the data set."""
-
-    def __init__(self, message: str, *, trace: str = "") -> None:
-        super().__init__(message)
-        self.trace = trace
 
 
 class NonFiniteLoss(RunError):

@@ -207,7 +207,7 @@ def module(path: str) -> Any:
     file = Path(path).resolve()
     if not file.is_file():
         raise JobError(
-            f"there is no job file {path!r}: give the path of a Python file, as in 'culm run examples/gpt.py'"
+            f"there is no job file {path!r}: give a Python file, as in 'culm run examples/gpt.py'"
         )
     name = f"culm_job_{file.stem}"
     loaded = sys.modules.get(name)

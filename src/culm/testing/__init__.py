@@ -1,0 +1,9 @@
+"""Public tools to test jobs with: the reference loop, and a whole cluster in one process."""
+
+from __future__ import annotations
+
+from culm.testing.cluster import Simulated, simulate
+from culm.testing.loop import Deadlock, VirtualClock, run_virtual
+from culm.testing.reference import Trained, reference
+
+__all__ = ["Deadlock", "Simulated", "Trained", "VirtualClock", "reference", "run_virtual", "simulate"]

@@ -1,0 +1,219 @@
+"""`culm bench pipeline`: culm beside torch.distributed.pipelining, the same jobs in alternating rounds.
+
+Both sides are factories, so that anything with `round` and `close` can be measured. Each row starts both sides, lets
+them take turns, and ends them; whatever is idle waits in a blocking read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, NotRequired, Protocol, TypeAlias, TypedDict
+
+from rich.table import Table
+
+from benchmarks.job import LARGE, SMALL, Cut, GPTSpec, even_cut
+from benchmarks.paired import Comparison, Side, paired, steps_for
+from benchmarks.peer import TorchPool, stages_per_worker
+from benchmarks.ranks import Unavailable
+from culm.errors import UsageError
+
+PROBES = ("exact_cost", "us_per_action")
+"""Figures that stand beside the rows; None where no probe for them was given."""
+
+
+class Pipeline(Side, Protocol):
+    """A side that was started and must be closed."""
+
+    def close(self) -> None: ...
+
+
+Factory: TypeAlias = Callable[[GPTSpec, Cut, str], Pipeline]
+Probe: TypeAlias = Callable[[], Any]
+
+
+class Row(TypedDict):
+    """One job under one schedule. Seconds are per step, medians; a row that a side can not run says why."""
+
+    job: str
+    schedule: str
+    stages: int
+    micro_batches: int
+    culm: float | None
+    torch: float | None
+    ratio: float | None
+    ci: list[float] | None
+    rounds: int
+    unavailable: NotRequired[str]
+
+
+class Result(TypedDict):
+    """The JSON of the bench."""
+
+    rows: list[Row]
+    ratio_median: float | None
+    exact_cost: Any
+    us_per_action: Any
+    cores: int
+    workers: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """How long the bench looks."""
+
+    jobs: tuple[GPTSpec, ...]
+    rounds: int
+    round_s: float
+    """What a round of one side should last; a step that is longer is a round by itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What one row measures."""
+
+    spec: GPTSpec
+    schedule: str
+    stages: int
+    cut: Cut
+
+
+FULL = Effort(jobs=(LARGE, SMALL), rounds=20, round_s=0.5)
+QUICK = Effort(jobs=(SMALL,), rounds=4, round_s=0.3)
+
+
+def run(
+    *,
+    culm: Factory,
+    torch: Factory | None = None,
+    quick: bool = False,
+    stages: Sequence[int] = (2, 4, 8),
+    schedules: Sequence[str] = ("gpipe", "1f1b", "zb"),
+    probes: Mapping[str, Probe] | None = None,
+    progress: Callable[[str], object] = lambda _: None,
+) -> Result:
+    """Measure every job under every schedule and depth; `progress` gets a line for each row.
+
+    Raises what a side raises: UsageError before anything was started, RunError when a process of a side died.
+    """
+    effort = QUICK if quick else FULL
+    planned = cases(effort.jobs, stages, schedules)
+    progress(setting(cores(), max(stages)))
+    with ExitStack() as stack:
+        peer = torch or stack.enter_context(TorchPool())
+        rows = [_announced(row(case, culm=culm, torch=peer, effort=effort), progress) for case in planned]
+    return result(rows, workers=max(stages), probes=probes or {})
+
+
+def cases(jobs: Sequence[GPTSpec], stages: Sequence[int], schedules: Sequence[str]) -> list[Case]:
+    """Every row that was asked for, refused before anything is started if one makes no sense."""
+    if not stages or not schedules:
+        raise UsageError("stages or schedules is empty: name at least one of each, as in stages=(2, 4)")
+    return [_case(spec, schedule, depth) for spec in jobs for depth in stages for schedule in schedules]
+
+
+def row(case: Case, *, culm: Factory, torch: Factory, effort: Effort) -> Row:
+    """One row: both sides on the same cut, or the sentence why one of them can not run it."""
+    try:
+        with ExitStack() as stack:
+            theirs = stack.enter_context(closing(torch(case.spec, case.cut, case.schedule)))
+            ours = stack.enter_context(closing(culm(case.spec, case.cut, case.schedule)))
+            return _row(case, measure(ours, theirs, effort))
+    except Unavailable as error:
+        return {**_row(case, None), "unavailable": str(error)}
+
+
+def measure(a: Side, b: Side, effort: Effort) -> Comparison:
+    """Alternating rounds of about `effort.round_s` each; the first steps of a side set it up and do not count."""
+    for side in (a, b):
+        side.round(2)
+    step_s = (a.round(1) + b.round(1)) / 2
+    return paired(a, b, rounds=effort.rounds, steps=steps_for(step_s, round_s=effort.round_s), warmup=1)
+
+
+def result(rows: Sequence[Row], *, workers: int, probes: Mapping[str, Probe]) -> Result:
+    """The whole JSON: the rows, the median of their ratios, the probes, and what it was measured on."""
+    ratios = [row["ratio"] for row in rows if row["ratio"] is not None]
+    probed = {name: probes[name]() if name in probes else None for name in PROBES}
+    return Result(
+        rows=list(rows),
+        ratio_median=median(ratios) if ratios else None,
+        exact_cost=probed["exact_cost"],
+        us_per_action=probed["us_per_action"],
+        cores=cores(),
+        workers=workers,
+    )
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def setting(cores: int, workers: int) -> str:
+    """One sentence about the machine, with a warning beside it when workers have to share cores."""
+    if cores >= workers:
+        return f"{cores} cores for up to {workers} workers, one thread each"
+    return (
+        f"{cores} cores for up to {workers} workers: fewer cores than workers, so they share them, "
+        "and the figures show the work of both sides more than their bubbles"
+    )
+
+
+def table(result: Result) -> Table:
+    """The rows for people."""
+    made = Table(title="seconds per step", caption=setting(result["cores"], result["workers"]))
+    made.add_column("job")
+    made.add_column("schedule")
+    for name in ("stages", "micro-batches", "culm", "torch", "torch / culm", "95 %", "rounds"):
+        made.add_column(name, justify="right")
+    for row in result["rows"]:
+        made.add_row(*_cells(row))
+    if result["ratio_median"] is not None:
+        made.add_section()
+        made.add_row("median", "", "", "", "", "", f"{result['ratio_median']:.3f}", "", "")
+    return made
+
+
+def _cells(row: Row) -> list[str]:
+    head = [row["job"], row["schedule"], str(row["stages"]), str(row["micro_batches"])]
+    return [*head, *map(_number, (row["culm"], row["torch"], row["ratio"])), _span(row), str(row["rounds"])]
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}" if value < 1 else f"{value:.3f}"
+
+
+def _span(row: Row) -> str:
+    if row["ci"] is None:
+        return row.get("unavailable", "-")
+    return "{:.3f} to {:.3f}".format(*row["ci"])
+
+
+def _announced(row: Row, progress: Callable[[str], object]) -> Row:
+    what = f"{row['job']} {row['schedule']}, {row['stages']} stages"
+    ratio = row["ratio"]
+    progress(f"{what}: {_span(row)}" if ratio is None else f"{what}: torch / culm {ratio:.3f} ({_span(row)})")
+    return row
+
+
+def _case(spec: GPTSpec, schedule: str, depth: int) -> Case:
+    cut = even_cut(spec.blocks + 2, depth * stages_per_worker(schedule))
+    return Case(spec=spec, schedule=schedule, stages=depth, cut=cut)
+
+
+def _row(case: Case, found: Comparison | None) -> Row:
+    return Row(
+        job=case.spec.name,
+        schedule=case.schedule,
+        stages=case.stages,
+        micro_batches=case.spec.micro_batches,
+        culm=median(found.a_s) if found else None,
+        torch=median(found.b_s) if found else None,
+        ratio=found.ratio_median if found else None,
+        ci=list(found.ci) if found else None,
+        rounds=len(found.ratios) if found else 0,
+    )

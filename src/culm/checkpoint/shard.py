@@ -1,0 +1,96 @@
+"""Tensors to bytes and back, in the safetensors format: names, shapes and raw values, nothing that could run.
+
+Reading is the library's. Writing is ours, because the library's holds Python's lock while it copies (a second per GB,
+during which no other thread trains) and because it puts metadata into random order. The format is: the length of the
+header in 8 bytes, the header in JSON padded to a multiple of 8, then the values of all tensors without a gap.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+
+from culm.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+_METADATA = {"format": "pt"}
+"""Other tools ask for it."""
+
+
+def encode(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] = _METADATA) -> memoryview:
+    """The tensors as one safetensors file: equal tensors give equal bytes, whatever their order or memory layout.
+
+    They may lie on any device, be views of each other, or share memory; they must not change until this returns.
+    A tensor of a kind that safetensors can not hold is a CheckpointError that names it.
+    """
+    for name, tensor in tensors.items():
+        _check(name, tensor)
+    # The widest first: so every tensor begins at a multiple of the size of its elements.
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header = _header({name: tensors[name] for name in order}, metadata)
+    data = torch.empty(len(header) + sum(tensor.nbytes for tensor in tensors.values()), dtype=torch.uint8)
+    data[: len(header)] = torch.frombuffer(header, dtype=torch.uint8)
+    at = len(header)
+    for name in order:
+        source = tensors[name].detach()
+        data[at : at + source.nbytes].view(source.dtype).view(source.shape).copy_(source)
+        at += source.nbytes
+    return data.numpy().data.toreadonly()
+
+
+def decode(data: bytes | memoryview) -> dict[str, Tensor]:
+    """The tensors of one safetensors file, in memory of their own. Other bytes are a CheckpointError."""
+    try:
+        return load(bytes(data))
+    except (SafetensorError, KeyError) as error:
+        raise CheckpointError(f"these {len(data)} bytes are no whole safetensors file ({error})") from error
+
+
+def sha256(data: bytes | memoryview) -> str:
+    """The checksum that receipts and manifests carry, in hexadecimal."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def _check(name: str, tensor: Tensor) -> None:
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.dtype not in _DTYPES:
+        kind = "has no data (meta)" if tensor.is_meta else f"is {tensor.layout} {tensor.dtype}"
+        raise CheckpointError(f"tensor {name} {kind}: a checkpoint holds dense tensors of floats, integers or bool")
+
+
+def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytearray:
+    entries: dict[str, object] = {"__metadata__": dict(metadata)}
+    at = 0
+    for name, tensor in tensors.items():
+        end = at + tensor.nbytes
+        entries[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return bytearray(len(text).to_bytes(8, "little") + text)

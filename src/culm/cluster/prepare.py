@@ -1,0 +1,193 @@
+"""From a job and a request to the setup of a run: shape, cuts, plans, and where to start. All that can be refused is."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from culm.checkpoint import Catalog, Manifest, Storage
+from culm.cluster.setup import Gate, Setup
+from culm.errors import CheckpointError, PlanError, UsageError
+from culm.plan.choose import choose
+from culm.plan.partition import partition, spans
+from culm.plan.profile import Profile
+from culm.runtime.blueprint import Blueprint, probe
+from culm.runtime.data import evaluation_batches
+from culm.runtime.fingerprint import fingerprint
+from culm.schedule import SCHEDULES, forward_only, generate
+
+if TYPE_CHECKING:
+    from culm.job import Job
+
+STRATEGIES = ("none",)
+"""Strategies that this version runs; the others of the design are on their way."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a user asks of a run, beside the job."""
+
+    pipelines: int | None = None
+    stages: int | None = None
+    nodes: int | None = None
+    schedule: str = "1f1b"
+    strategy: str = "none"
+    ranges: int = 2
+    """Segments a worker holds under the interleaved schedule."""
+    checkpoint_every: int = 0
+    keep_last: int = 2
+    out: str | None = None
+    resume: str | None = None
+    profile: str | None = None
+    memory: int | None = None
+    gate: Gate | None = None
+
+
+def prepare(job: Job, request: Request) -> Setup:
+    """Decide everything that can be decided before the first node comes. Raises UsageError in one sentence."""
+    _check(job, request)
+    blueprint = probe(job)
+    profile = Profile.load(request.profile) if request.profile else blueprint.profile
+    _check_profile(profile, job)
+    pipelines, stages, cuts, why = _shape(job, request, profile)
+    ranges = request.ranges if request.schedule == "interleaved" else 1
+    plan = generate(
+        request.schedule, pipelines=pipelines, stages=stages, micro_batches=job.micro_batches, ranges=ranges
+    )
+    manifest, rejected = _newest(request.resume) if request.resume else (None, ())
+    facts = _facts(job)
+    if manifest is not None:
+        _check_facts(manifest, facts)
+    why += "".join(f"; checkpoint {step} was passed over: {reason}" for step, reason in rejected)
+    return Setup(
+        nodes=pipelines * stages,
+        pipelines=pipelines,
+        stages=stages,
+        schedule=request.schedule,
+        strategy=request.strategy,
+        segments=tuple((r.start, r.stop) for r in spans(cuts, len(job.layers))),
+        plan=plan.to_text(),
+        evaluation=_evaluation(job, pipelines, stages, ranges),
+        evaluation_parts=evaluation_batches(job),
+        weighted=blueprint.weighted,
+        steps=job.steps,
+        start=manifest.step if manifest is not None else 0,
+        gate=request.gate or ("hook" if job.on_step is not None else "open"),
+        checkpoint_every=request.checkpoint_every,
+        keep_last=request.keep_last,
+        out=request.out,
+        resume=manifest.step if manifest is not None else None,
+        resume_from=_checkpoints(request.resume) if request.resume else None,
+        facts=facts,
+        why=why,
+    )
+
+
+def _check(job: Job, request: Request) -> None:
+    _known("schedule", request.schedule, tuple(SCHEDULES))
+    _known("strategy", request.strategy, STRATEGIES)
+    for field in ("pipelines", "stages", "nodes"):
+        value = getattr(request, field)
+        if value is not None and value < 1:
+            raise UsageError(f"--{field} is {value}: use a whole number of at least 1")
+    if request.checkpoint_every < 0 or request.keep_last < 1:
+        raise UsageError("--checkpoint-every must be at least 0 and --keep-last at least 1")
+    if request.pipelines is not None and request.pipelines > job.micro_batches:
+        raise UsageError(
+            f"--pipelines {request.pipelines} is more than the {job.micro_batches} micro-batches of a step: "
+            f"use at most {job.micro_batches}, or a smaller micro_batch"
+        )
+
+
+def _known(option: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        close = difflib.get_close_matches(value, known, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(known)}"
+        raise UsageError(f"--{option} {value!r} is not there: {hint}")
+
+
+def _check_profile(profile: Profile, job: Job) -> None:
+    if len(profile.layers) != len(job.layers):
+        raise PlanError(
+            f"the profile has {len(profile.layers)} layers, the job {len(job.layers)}: make a new one with culm profile"
+        )
+
+
+def _shape(job: Job, request: Request, profile: Profile) -> tuple[int, int, tuple[int, ...], str]:
+    """(D, P, cuts, why): as asked, or chosen for the number of nodes."""
+    ranges = request.ranges if request.schedule == "interleaved" else 1
+    if request.nodes is None or (request.pipelines is not None and request.stages is not None):
+        pipelines, stages = request.pipelines or 1, request.stages or 1
+        if request.nodes is not None and pipelines * stages != request.nodes:
+            raise UsageError(
+                f"--nodes {request.nodes} is not --pipelines {pipelines} x --stages {stages}: leave one of them out"
+            )
+        cuts = partition(profile.layers, stages, memory=request.memory, ranges=ranges)
+        return pipelines, stages, cuts, f"{pipelines} pipelines x {stages} stages, as asked"
+    choice = choose(
+        profile,
+        nodes=request.nodes,
+        micro_batches=job.micro_batches,
+        schedule=request.schedule,
+        memory=request.memory,
+        pipelines=request.pipelines,
+        stages=request.stages,
+    )
+    return choice.pipelines, choice.stages, choice.cuts, choice.why
+
+
+def _evaluation(job: Job, pipelines: int, stages: int, ranges: int) -> str | None:
+    """The F-only plan over the evaluation set; with fewer micro-batches than pipelines some pipelines sit it out."""
+    if not job.evaluate_every:
+        return None
+    parts = evaluation_batches(job)
+    if parts >= pipelines:
+        return forward_only(pipelines=pipelines, stages=stages, micro_batches=parts, ranges=ranges).to_text()
+    raise UsageError(
+        f"Job.evaluate has {parts} micro-batches, fewer than the {pipelines} pipelines: "
+        f"evaluate on at least {pipelines * job.micro_batch} items"
+    )
+
+
+def _checkpoints(folder: str) -> str:
+    return f"{folder.rstrip('/')}/checkpoints"
+
+
+def _newest(folder: str) -> tuple[Manifest, tuple[tuple[int, str], ...]]:
+    try:
+        found = Catalog(Storage(_checkpoints(folder))).newest()
+    except CheckpointError as error:
+        raise UsageError(f"--resume {folder!r}: {error}") from None
+    return found.manifest, found.rejected
+
+
+def _facts(job: Job) -> dict[str, str | int | float | bool | list[list[str]] | None]:
+    return {
+        "layers": len(job.layers),
+        "seed": job.seed,
+        "global_batch": job.global_batch,
+        "micro_batch": job.micro_batch,
+        "exact": job.exact,
+        "precision": job.precision,
+        "fingerprint": fingerprint(job),
+        "tied": [sorted(group) for group in job.tied],
+    }
+
+
+def _check_facts(manifest: Manifest, facts: dict[str, str | int | float | bool | list[list[str]] | None]) -> None:
+    """A resumed run learns what the uninterrupted one would have: what decides that must be the same."""
+    for name in ("layers", "seed", "global_batch", "micro_batch", "exact", "precision"):
+        if manifest.facts.get(name) != facts[name]:
+            raise UsageError(
+                f"the checkpoint was made with {name}={manifest.facts.get(name)!r}, the job has {facts[name]!r}: "
+                "resume with the same, or start a new run from its weights (culm export, then Job.init)"
+            )
+    if facts["exact"] and manifest.facts.get("fingerprint") != facts["fingerprint"]:
+        raise UsageError(
+            f"the exact checkpoint was made on {manifest.facts.get('fingerprint')}, this machine is "
+            f"{facts['fingerprint']}: resume on the same kind, or with --set exact=false"
+        )
+
+
+__all__ = ["Blueprint", "Request", "prepare"]

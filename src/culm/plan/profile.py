@@ -1,0 +1,109 @@
+"""What a layer costs: time, memory and bytes to send. The planner reads this and nothing else of a model.
+
+A profile is a JSON file, so that a model measured on one machine can be planned on another.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from culm.errors import PlanError
+
+VERSION = 1
+
+Source = Literal["measured", "estimated"]
+
+
+class LayerCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One layer, for one micro-batch where a micro-batch matters. Times in seconds, memory in bytes.
+
+    Raises PlanError when a number is negative or not finite.
+    """
+
+    name: str
+    forward_s: float
+    """F: the forward."""
+    input_s: float
+    """I: the half of the backward that gives the gradient of the input."""
+    weight_s: float
+    """W: the half that gives the gradients of the parameters."""
+    parameter_bytes: int
+    state_bytes: int
+    """Gradients and optimizer state."""
+    activation_bytes: int
+    """Kept from F until W, for each micro-batch in flight."""
+    output_bytes: int
+    """What crosses the boundary if the model is cut behind this layer; its gradient comes back the same way."""
+    buffer_bytes: int = 0
+    step_s: float = 0.0
+    """S: the optimizer step, once per step."""
+
+    def __post_init__(self) -> None:
+        for field in self.__struct_fields__[1:]:
+            value = getattr(self, field)
+            if not (math.isfinite(value) and value >= 0):
+                raise PlanError(f"layer {self.name!r}: {field} is {value!r}: use a finite number of at least 0")
+
+    @property
+    def time_s(self) -> float:
+        """Work of one micro-batch: F + I + W."""
+        return self.forward_s + self.input_s + self.weight_s
+
+    @property
+    def resident_bytes(self) -> int:
+        """What a holder of the layer keeps whether it computes or not."""
+        return self.parameter_bytes + self.state_bytes + self.buffer_bytes
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The layers of a model in order, and under what they were measured."""
+
+    layers: tuple[LayerCost, ...]
+    device: str
+    """In words, as in "cpu: AMD EPYC 7B13"."""
+    micro_batch: int
+    threads: int
+    source: Source
+    version: int = VERSION
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise PlanError("Profile.layers is empty: a model has at least one layer")
+        for field in ("micro_batch", "threads"):
+            if getattr(self, field) < 1:
+                raise PlanError(f"Profile.{field} is {getattr(self, field)}: use a whole number of at least 1")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """Read a profile. Raises PlanError, one sentence, when the file is missing, of another version or broken."""
+        try:
+            raw = Path(path).read_bytes()
+        except OSError as error:
+            raise PlanError(f"the profile {str(path)!r} could not be read: {error.strerror}") from error
+        try:
+            found = msgspec.json.decode(raw)
+            _check_version(found)
+            return msgspec.convert(found, cls)
+        except (msgspec.DecodeError, UnicodeDecodeError, PlanError) as error:
+            raise PlanError(f"{str(path)!r} is not a profile: {error}; write a new one with 'culm profile'") from error
+
+    def save(self, path: str | Path) -> None:
+        """Write the profile as JSON, completely or not at all. Raises PlanError when the place can not be written."""
+        target = Path(path)
+        part = target.with_name(f"{target.name}.part")
+        try:
+            part.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
+            part.replace(target)
+        except OSError as error:
+            part.unlink(missing_ok=True)
+            raise PlanError(f"the profile could not be written to {str(path)!r}: {error.strerror}") from error
+
+
+def _check_version(found: Any) -> None:
+    version = found.get("version") if isinstance(found, dict) else None
+    if version != VERSION:
+        raise PlanError(f"its version is {version!r}, and this culm reads version {VERSION}")

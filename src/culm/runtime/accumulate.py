@@ -1,0 +1,131 @@
+"""Sums of gradients over micro-batches: one flat buffer a layer, in floating point (fast) or in integers (exact).
+
+Fast: the parameters' `.grad` are views of the buffer, so that autograd adds in place, in micro-batch order.
+Exact: each gradient is scaled by 2^48, rounded to an integer and added. Integer sums do not depend on who added what
+in which order, so that any number of pipelines, and any recovery, gives the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from culm.errors import ExactRangeError
+
+SCALE = 2.0**48
+LIMIT = 2.0**15
+"""Range of an exact sum: 2^63 / 2^48. Resolution: 2^-48 = 3.6e-15."""
+_BLOCK = 1 << 16
+"""Elements converted at a time, so that the scratch stays in the cache (a naive conversion takes five times as long)."""
+_BOUND_SCALE = 2.0**16
+
+
+class Accumulator:
+    """The sum for the trainable parameters of one layer, and the gradient that is made of it.
+
+    `total` is what travels in a reduce; `bound` (exact only) is an upper limit of every |element| of the sum, in units
+    of 2^-16, which rides along: a sum whose bound is below LIMIT can not have overflowed, whatever the order was.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], *, exact: bool) -> None:
+        self.parameters = tuple(parameters)
+        self.exact = exact
+        sizes = [p.numel() for p in self.parameters]
+        device = self.parameters[0].device if self.parameters else torch.device("cpu")
+        dtype = self.parameters[0].dtype if self.parameters else torch.float32
+        self.gradient = torch.zeros(sum(sizes), dtype=dtype, device=device)
+        self.views = tuple(
+            piece.view(p.shape) for piece, p in zip(self.gradient.split(sizes), self.parameters, strict=True)
+        )
+        self.bound = 0
+        self.finite = True
+        if exact:
+            self.total = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+            self._pieces = self.total.split(sizes)
+        else:
+            self.total = self.gradient
+            self.attach()
+
+    def attach(self) -> None:
+        """Let `.grad` be the views: autograd adds into them (fast), the optimizer reads them (both)."""
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            parameter.grad = view
+
+    def absorb(self) -> None:
+        """Exact: move what autograd left in `.grad` for one micro-batch into the integer sum. Fast: nothing to do.
+
+        Everything is checked before anything is added: a gradient that does not fit leaves the sum as it was. One that
+        is not finite only clears `finite`: whether that stops the run or skips the step is decided when all is known.
+        """
+        if not self.exact:
+            return
+        gradients = [(piece, p.grad) for piece, p in zip(self._pieces, self.parameters, strict=True)]
+        found = [(piece, g.detach().reshape(-1)) for piece, g in gradients if g is not None]
+        largest = max((_largest(g) for _, g in found), default=0.0)
+        if not math.isfinite(largest):
+            self.finite = False
+            return self.detach()
+        if largest >= LIMIT:
+            raise ExactRangeError(
+                f"a gradient is {largest:g}, outside the exact range of ±{LIMIT:,.0f}: "
+                "scale the loss down, or run without exact"
+            )
+        self.bound += int(largest * _BOUND_SCALE) + 1
+        for piece, gradient in found:
+            _add_scaled(piece, gradient)
+        return self.detach()
+
+    def detach(self) -> None:
+        """Exact: the next micro-batch starts from no gradient."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def finish(self, divisor: float) -> None:
+        """Turn the complete sum into the gradient: divided once, by the global count."""
+        finish(self.gradient, self.total, self.bound, divisor)
+        if self.exact:
+            self.attach()
+
+    def clear(self) -> None:
+        """Empty, for the next step."""
+        self.total.zero_()
+        self.bound = 0
+        self.finite = True
+        if self.exact:
+            self.detach()
+
+
+def finish(gradient: Tensor, total: Tensor, bound: int, divisor: float) -> None:
+    """gradient = total / divisor, in place where they are the same memory."""
+    if total.dtype != torch.int64:
+        torch.div(total, divisor, out=gradient)
+        return
+    if bound >= LIMIT * _BOUND_SCALE:
+        raise ExactRangeError(
+            f"a sum of gradients may reach {bound / _BOUND_SCALE:g}, outside the exact range of ±{LIMIT:,.0f}: "
+            "scale the loss down, or run without exact"
+        )
+    for part, into in zip(total.split(_BLOCK), gradient.split(_BLOCK), strict=True):
+        into.copy_(part.double().mul_(1.0 / SCALE).div_(divisor))
+
+
+def _largest(values: Tensor) -> float:
+    if values.numel() == 0:
+        return 0.0
+    low, high = torch.aminmax(values)
+    return math.nan if math.isnan(float(high)) else max(-float(low), float(high))
+
+
+def _add_scaled(total: Tensor, gradient: Tensor) -> None:
+    """total += round(gradient * 2^48), block by block. Scaling by a power of two is exact in any floating type."""
+    wide = gradient if gradient.dtype in (torch.float32, torch.float64) else gradient.float()
+    size = min(_BLOCK, wide.numel())
+    scaled = torch.empty(size, dtype=wide.dtype, device=wide.device)
+    whole = torch.empty(size, dtype=torch.int64, device=wide.device)
+    for part, into in zip(wide.split(_BLOCK), total.split(_BLOCK), strict=True):
+        n = part.numel()
+        torch.mul(part, SCALE, out=scaled[:n]).round_()
+        into.add_(whole[:n].copy_(scaled[:n]))

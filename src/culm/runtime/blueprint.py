@@ -1,0 +1,154 @@
+"""What a job's layers look like, found out before any node starts: shapes, sizes, work, and whether they fit together.
+
+The layers run once on fake tensors, which have shapes but no memory, so that a model too large for this machine can be
+checked too. Code that fake tensors can not run (it looks at values) is run for real, one layer at a time.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from culm.errors import CulmError, JobError, LayerFailed
+from culm.plan.profile import LayerCost, Profile
+from culm.runtime import statistics
+from culm.runtime.data import Values, micro_batch
+from culm.runtime.segment import call_layer, loss_of
+from culm.runtime.state import HeldLayer, build_layer, named_parameter
+
+if TYPE_CHECKING:
+    from culm.job import Job
+
+_FLOPS = 5e10
+_BYTES = 1e10
+_CALL_S = 2e-5
+"""A guess at one core: only ratios between layers matter, to cut the model; `culm profile` measures."""
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """The facts of a job that need its layers."""
+
+    profile: Profile
+    weighted: bool
+    """The loss returns (sum, weight)."""
+
+
+def probe(job: Job) -> Blueprint:
+    """Look at every layer. Raises JobError, naming the field, for layers, tied names or a loss that do not fit."""
+    device = torch.device("cpu")
+    try:
+        inputs, target = micro_batch(job, 0, 0, device)
+    except LayerFailed as error:
+        raise JobError(str(error)) from error
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+            return _look(job, _faked(fake, inputs), _faked(fake, target))
+    except Exception:
+        # Whatever went wrong, the real run decides: its error is the user's, not the fake tensors'.
+        return _look(job, inputs, target)
+
+
+def _faked(fake: FakeTensorMode, value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return fake.from_tensor(value)
+    if isinstance(value, tuple):
+        return tuple(_faked(fake, item) for item in value)
+    if isinstance(value, dict):
+        return {name: _faked(fake, item) for name, item in value.items()}
+    return value
+
+
+def _look(job: Job, values: Values, target: Any) -> Blueprint:
+    costs: list[LayerCost] = []
+    shapes: dict[str, tuple[int, ...]] = {}
+    trains = False
+    cast: AbstractContextManager[Any] = nullcontext()
+    if job.precision == "bf16":
+        cast = torch.autocast("cpu", torch.bfloat16)
+    try:
+        with cast:
+            for index in range(len(job.layers)):
+                layer = _built(job, index)
+                _note_tied(job, layer, shapes)
+                values, cost = _run(job, layer, values)
+                trains = trains or bool(layer.trained)
+                values = tuple(v.detach().requires_grad_(trains and v.is_floating_point()) for v in values)
+                costs.append(cost)
+            loss, weight = loss_of(job, values, target)
+    except LayerFailed as error:
+        raise JobError(f"the layers do not run: {error}") from error
+    if not loss.requires_grad:
+        raise JobError("Job.loss does not depend on any trainable parameter: there is nothing to train")
+    _check_tied(job, shapes)
+    profile = Profile(
+        layers=tuple(costs), device="cpu", micro_batch=job.micro_batch, threads=job.threads, source="estimated"
+    )
+    return Blueprint(profile, weighted=weight is not None)
+
+
+def _built(job: Job, index: int) -> HeldLayer:
+    try:
+        module = build_layer(job, index)
+    except CulmError:
+        raise
+    except Exception as error:
+        raise JobError(f"Job.layers[{index}] could not be built: {type(error).__name__}: {error}") from error
+    return HeldLayer(job, index, module, {})
+
+
+def _run(job: Job, layer: HeldLayer, values: Values) -> tuple[Values, LayerCost]:
+    saved = 0
+
+    def note(tensor: Tensor) -> Tensor:
+        nonlocal saved
+        saved += 0 if isinstance(tensor, torch.nn.Parameter) else tensor.nbytes
+        return tensor
+
+    with (
+        FlopCounterMode(display=False) as flops,
+        torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
+        statistics.recording(),
+    ):
+        outputs = call_layer(layer, values, 0, 0, job.seed)
+    layer.guard.check()
+    return outputs, _cost(layer, outputs, flops.get_total_flops(), saved)
+
+
+def _cost(layer: HeldLayer, outputs: Values, flops: int, saved: int) -> LayerCost:
+    parameters = sum(p.nbytes for p in layer.module.parameters())
+    trained = sum(p.nbytes for p in layer.trained.values())
+    moved = sum(o.nbytes for o in outputs)
+    forward = flops / _FLOPS + (moved + saved) / _BYTES + _CALL_S
+    return LayerCost(
+        name=type(layer.module).__name__,
+        forward_s=forward,
+        input_s=forward,
+        weight_s=(flops / _FLOPS + trained / _BYTES) if trained else 0.0,
+        parameter_bytes=parameters,
+        state_bytes=3 * trained,
+        activation_bytes=saved,
+        output_bytes=moved,
+        buffer_bytes=sum(b.nbytes for b in layer.module.buffers()),
+        step_s=4 * trained / _BYTES,
+    )
+
+
+def _note_tied(job: Job, layer: HeldLayer, shapes: dict[str, tuple[int, ...]]) -> None:
+    for group in job.tied:
+        for name in group:
+            if int(name.partition(".")[0]) == layer.index:
+                shapes[name] = tuple(named_parameter(layer.module, name).shape)
+
+
+def _check_tied(job: Job, shapes: dict[str, tuple[int, ...]]) -> None:
+    for group in job.tied:
+        if len({shapes[name] for name in group}) > 1:
+            listed = ", ".join(f"{name} {shapes[name]}" for name in group)
+            raise JobError(f"Job.tied joins parameters of different shapes ({listed}): shared parameters have one shape")

@@ -1,0 +1,79 @@
+"""Micro-batches: from numbers of samples to tensors on the device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from culm.errors import JobError, LayerFailed
+from culm.runtime.keys import key, sample_indices, seed_everything
+
+if TYPE_CHECKING:
+    from culm.job import Dataset, Job
+
+Values: TypeAlias = tuple[Tensor, ...]
+"""What travels between layers, always as a tuple; `pack` and `unpack` turn it into what a user's layer sees."""
+
+
+def micro_batch(job: Job, step: int, micro: int, device: torch.device) -> tuple[Values, Any]:
+    """(input, target) of micro-batch `micro` of `step`. Draws of the data set and the collation are keyed alike."""
+    seed_everything(key(job.seed, "data", step, micro))
+    return _collated(job, job.data, sample_indices(job, step, micro), device)
+
+
+def evaluation_batch(job: Job, micro: int, device: torch.device) -> tuple[Values, Any]:
+    """Items in order; the last micro-batch may be short."""
+    assert job.evaluate is not None
+    seed_everything(key(job.seed, "evaluate", micro))
+    first = micro * job.micro_batch
+    items = range(first, min(first + job.micro_batch, len(job.evaluate)))
+    return _collated(job, job.evaluate, items, device)
+
+
+def evaluation_batches(job: Job) -> int:
+    """How many micro-batches one evaluation has."""
+    return -(-len(job.evaluate) // job.micro_batch) if job.evaluate is not None else 0
+
+
+def _collated(job: Job, data: Dataset, indices: Any, device: torch.device) -> tuple[Values, Any]:
+    try:
+        items = [data[index] for index in indices]
+    except Exception as error:
+        raise LayerFailed(f"Job.data raised {type(error).__name__} for item {list(indices)}: {error}") from error
+    try:
+        batch = (job.collate or default_collate)(items)
+    except Exception as error:
+        raise LayerFailed(f"the collation raised {type(error).__name__}: {error}") from error
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        raise JobError(f"Job.data gives {type(batch).__name__} after collation: an item must be a pair (input, target)")
+    inputs, target = batch
+    return pack(to_device(inputs, device), "the input that Job.data gives"), to_device(target, device)
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """Tensors inside tuples, lists and dictionaries moved; everything else as it is."""
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, (tuple, list)):
+        return tuple(to_device(item, device) for item in value)
+    if isinstance(value, dict):
+        return {name: to_device(item, device) for name, item in value.items()}
+    return value
+
+
+def pack(value: Any, what: str) -> Values:
+    """What a layer returned, as a tuple of tensors; anything else is refused by name."""
+    if isinstance(value, Tensor):
+        return (value,)
+    if isinstance(value, (tuple, list)) and value and all(isinstance(item, Tensor) for item in value):
+        return tuple(value)
+    raise JobError(f"{what} is a {_kind(value)}: between layers travels a tensor or a tuple of tensors")
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        return f"{type(value).__name__} of ({', '.join(type(item).__name__ for item in value)})"
+    return type(value).__name__

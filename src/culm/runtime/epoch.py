@@ -1,0 +1,156 @@
+"""The epoch: the immutable value that everyone trains under, and the letters that carry it and its reports.
+
+A failure or a newcomer replaces this one value; nothing edits it. Everything is msgpack through msgspec: typed, and
+nothing that arrives is ever executed.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+
+class Member(msgspec.Struct, frozen=True):
+    """A worker of the epoch. Its place in the list of members is its slot: pipeline * P + stage."""
+
+    node: int
+    address: str
+
+
+class Epoch(msgspec.Struct, frozen=True, tag="epoch"):
+    """Members, layers by segment, and the plan; complete in itself."""
+
+    number: int
+    leader: str
+    """Where reports go."""
+    members: tuple[Member, ...]
+    segments: tuple[tuple[int, int], ...]
+    """Layers [first, last + 1) of each segment."""
+    plan: str
+    """The plan of a step, as text (culm.schedule.Plan)."""
+    evaluation: str | None
+    """The F-only plan of an evaluation."""
+    start: int
+    """The first step to run: steps before it are in the weights already."""
+    steps: int
+    """The step after the last one."""
+    weighted: bool
+    """Whether the loss returns (sum, weight)."""
+    checkpoint_every: int = 0
+    storage: str | None = None
+    """Where checkpoints go and, when `start` > 0, come from."""
+    resume: int | None = None
+    """The checkpoint to start from: its number of completed steps."""
+    resume_from: str | None = None
+    kept: bool = False
+    """Whether senders keep what they sent until the step commits."""
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """A worker to its agent: I am up, and can be reached here."""
+
+    node: int
+    address: str
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """A worker to the leader: my layers are built, or loaded."""
+
+    node: int
+    epoch: int
+    seconds: float
+
+
+class Permit(msgspec.Struct, frozen=True, tag="permit"):
+    """The leader to workers: steps below this number may run."""
+
+    until: int
+
+
+class StepReport(msgspec.Struct, frozen=True, tag="step"):
+    """A worker to the leader: this step's sums are complete here and the weights have moved."""
+
+    node: int
+    epoch: int
+    step: int
+    at: float
+    counted: tuple[int, ...]
+    """How often each micro-batch was counted in the sums, smallest over my segments; must be one everywhere."""
+    counted_most: tuple[int, ...]
+    loss_sum: float | None = None
+    """From the speaker of the last segment."""
+    weight_sum: float | None = None
+    norm: float | None = None
+    skipped: bool = False
+
+
+class EvaluationReport(msgspec.Struct, frozen=True, tag="evaluation"):
+    """A worker with the last segment to the leader: its share of an evaluation after `step`."""
+
+    node: int
+    step: int
+    loss_sum: float
+    weight_sum: float
+    parts: int
+
+
+class ShardReport(msgspec.Struct, frozen=True, tag="shard"):
+    """A worker to the leader: my part of the checkpoint lies on storage."""
+
+    node: int
+    step: int
+    name: str
+    sha256: str
+    size: int
+    tensors: tuple[str, ...]
+    scalars: dict[str, int | float | bool | str | None]
+
+
+class Commit(msgspec.Struct, frozen=True, tag="commit"):
+    """The leader to workers: every holder has the complete sums of this step. Only permits to delete."""
+
+    step: int
+
+
+class Finish(msgspec.Struct, frozen=True, tag="finish"):
+    """The leader to workers: the run ends before this step; report and go."""
+
+    step: int
+
+
+class Final(msgspec.Struct, frozen=True, tag="final"):
+    """A worker to the leader, last of all: digests of its layers and its figures."""
+
+    node: int
+    digests: dict[int, tuple[str, str]]
+    spans: tuple[tuple[int, str, float, float], ...]
+    """(step, action, start, end) of the last actions."""
+    kept_bytes: int
+    peak_tapes: int
+    peak_rss: int
+    waited_s: float
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """A worker or an agent to the leader: the run can not go on, and why, in one sentence."""
+
+    node: int
+    kind: str
+    """Name of a class in culm.errors."""
+    message: str
+    trace: str = ""
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """End now, whatever you are doing."""
+
+    why: str = ""
+
+
+Message: TypeAlias = (
+    Epoch | Hello | Ready | Permit | StepReport | EvaluationReport | ShardReport | Commit | Finish | Final | Failed | Stop
+)
+
+encode = msgspec.msgpack.Encoder().encode
+decode = msgspec.msgpack.Decoder(Message).decode

@@ -1,0 +1,300 @@
+"""F, I, W of a segment: a run of layers on one worker, for one micro-batch at a time.
+
+A forward leaves a tape: pieces of autograd graph with detached ends. Where one tensor passes from layer to layer the
+piece goes on; where several do, it ends, so that the order in which autograd adds up gradients never depends on where
+the model is cut. With recomputation a piece is one layer, and its graph is made in the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from culm.errors import CulmError, JobError, LayerFailed
+from culm.runtime import split, statistics
+from culm.runtime.data import Values, pack
+from culm.runtime.keys import seed_layer
+
+if TYPE_CHECKING:
+    from culm.job import Job
+    from culm.runtime.state import HeldLayer, State
+
+Gradients = tuple[Tensor | None, ...]
+
+
+@dataclass(slots=True)
+class Piece:
+    """A part of the graph: leaves, ends, and the layers between."""
+
+    inputs: Values
+    outputs: Values
+    layers: list[HeldLayer]
+    halfway: split.Halfway | None = None
+
+
+@dataclass(slots=True)
+class Tape:
+    """What the forward of one micro-batch left for its backward."""
+
+    step: int
+    micro: int
+    inputs: Values
+    pieces: list[Piece] = field(default_factory=list)
+    again: list[tuple[HeldLayer, Values]] = field(default_factory=list)
+    """With recomputation: layers and their inputs, in order."""
+    pending: Gradients | None = None
+    """Gradients of the outputs, when I had nothing to do and W does everything."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a micro-batch gives besides its activations: its loss and the statistics of moving buffers."""
+
+    loss: Tensor | None = None
+    weight: Tensor | float | None = None
+    statistics: dict[int, tuple[tuple[Tensor, ...], ...]] = field(default_factory=dict)
+    """By layer: what each of its moving modules recorded."""
+
+
+class Segment:
+    """Runs the actions of a run of layers. Not reentrant; holds one tape a live micro-batch."""
+
+    def __init__(self, job: Job, state: State, layers: Sequence[int], *, split_backward: bool) -> None:
+        self.job = job
+        self.layers = [state.layers[index] for index in layers]
+        self.last = layers[-1] == len(job.layers) - 1
+        self.split = split_backward
+        self.weights = [p for layer in self.layers for p in layer.trained.values()]
+        self.moving = any(layer.moving for layer in self.layers)
+        self.tapes: dict[tuple[int, int], Tape] = {}
+        self._cast: Callable[[], AbstractContextManager[Any]] = nullcontext
+        if job.precision == "bf16":
+            kind = state.device.type
+            self._cast = lambda: torch.autocast(kind, torch.bfloat16)
+
+    def forward(self, step: int, micro: int, inputs: Values, target: Any = None) -> tuple[Values, Outcome]:
+        """F: the outputs (detached; `requires_grad` says where a gradient will be wanted) and the outcome.
+
+        The last segment computes the loss too and has no outputs.
+        """
+        tape = Tape(step, micro, inputs)
+        outcome = Outcome()
+        with self._cast(), statistics.recording() as recorded:
+            run = self._forward_lean if self.job.recompute else self._forward_taped
+            outputs = run(tape, inputs)
+            if self.last:
+                outputs = self._loss(tape, outputs, target, outcome)
+        if self.moving:
+            outcome.statistics = self._statistics(recorded)
+        for layer in self.layers:
+            layer.guard.check()
+        self.tapes[step, micro] = tape
+        return () if self.last else tuple(_handed_on(o) for o in outputs), outcome
+
+    def evaluate(self, micro: int, inputs: Values, target: Any = None) -> tuple[Values, Outcome]:
+        """F in evaluation mode: no graph, no dropout, nothing moves."""
+        outcome = Outcome()
+        with torch.no_grad(), self._cast():
+            values = inputs
+            for layer in self.layers:
+                layer.module.eval()
+                try:
+                    values = call_layer(layer, values, -1, micro, self.job.seed)
+                finally:
+                    layer.module.train()
+            if self.last:
+                outcome.loss, outcome.weight = loss_of(self.job, values, target)
+                values = ()
+        return values, outcome
+
+    def backward(self, step: int, micro: int, gradients: Gradients) -> Gradients:
+        """B: gradients of the inputs; those of the weights are added to the sums."""
+        tape = self.tapes.pop((step, micro))
+        for piece in self._pieces_backwards(tape):
+            self._absorbed(piece, gradients)
+            gradients = _taken(piece.inputs)
+        self._absorb()
+        return gradients
+
+    def backward_input(self, step: int, micro: int, gradients: Gradients) -> Gradients:
+        """I: gradients of the inputs only. What W needs stays on the tape."""
+        tape = self.tapes[step, micro]
+        if not any(x.requires_grad for x in tape.inputs):
+            tape.pending = gradients
+            return tuple(None for _ in tape.inputs)
+        pieces = []
+        for piece in self._pieces_backwards(tape):
+            outputs, given = _wanted(piece.outputs, gradients)
+            if outputs:
+                with self._blame(piece):
+                    piece.halfway = split.input_half(outputs, given, piece.inputs, _weights(piece))
+            gradients = _taken(piece.inputs)
+            pieces.append(piece)
+        tape.pieces, tape.again = pieces, []
+        return gradients
+
+    def backward_weight(self, step: int, micro: int) -> None:
+        """W: gradients of the weights are added to the sums."""
+        tape = self.tapes.pop((step, micro))
+        if tape.pending is not None:
+            gradients = tape.pending
+            for piece in self._pieces_backwards(tape):
+                self._absorbed(piece, gradients)
+                gradients = _taken(piece.inputs)
+        else:
+            for piece in tape.pieces:
+                if piece.halfway is not None:
+                    with self._blame(piece):
+                        split.weight_half(_weights(piece), piece.halfway)
+        self._absorb()
+
+    def _forward_taped(self, tape: Tape, values: Values) -> Values:
+        piece = Piece(values, values, [])
+        for layer in self.layers:
+            if piece.layers and len(values) > 1:
+                piece = self._close(tape, piece, values)
+                values = piece.inputs
+            values = call_layer(layer, values, tape.step, tape.micro, self.job.seed)
+            piece.layers.append(layer)
+        if self.split and not self.last:
+            values = tuple(split.owned(v) for v in values)
+        piece.outputs = values
+        tape.pieces.append(piece)
+        return values
+
+    def _close(self, tape: Tape, piece: Piece, values: Values) -> Piece:
+        if self.split:
+            values = tuple(split.owned(v) for v in values)
+        piece.outputs = values
+        tape.pieces.append(piece)
+        return Piece(tuple(_handed_on(v) for v in values), (), [])
+
+    def _forward_lean(self, tape: Tape, values: Values) -> Values:
+        """Keeps the inputs of the layers and no graph."""
+        flows = any(v.requires_grad for v in values)
+        with torch.no_grad():
+            for layer in self.layers:
+                tape.again.append((layer, values))
+                values = call_layer(layer, values, tape.step, tape.micro, self.job.seed)
+                flows = flows or bool(layer.trained)
+                values = tuple(v.detach().requires_grad_(flows and v.is_floating_point()) for v in values)
+        return values
+
+    def _loss(self, tape: Tape, outputs: Values, target: Any, outcome: Outcome) -> Values:
+        """The loss joins the last piece, or is a piece of its own where the layers are run again."""
+        if self.job.recompute:
+            tape.pieces.append(Piece(outputs, (), []))
+        loss, outcome.weight = loss_of(self.job, outputs, target)
+        tape.pieces[-1].outputs = (split.owned(loss) if self.split else loss,)
+        outcome.loss = loss.detach()
+        return (loss,)
+
+    def _pieces_backwards(self, tape: Tape) -> Any:
+        yield from reversed(tape.pieces)
+        for layer, values in reversed(tape.again):
+            inputs = tuple(_handed_on(v) for v in values)
+            with torch.enable_grad(), self._cast(), statistics.recording():
+                outputs = call_layer(layer, inputs, tape.step, tape.micro, self.job.seed)
+            if self.split:
+                outputs = tuple(split.owned(o) for o in outputs)
+            yield Piece(inputs, outputs, [layer])
+
+    def _absorbed(self, piece: Piece, gradients: Gradients) -> None:
+        outputs, given = _wanted(piece.outputs, gradients)
+        if outputs:
+            with self._blame(piece):
+                torch.autograd.backward(outputs, given)
+
+    def _absorb(self) -> None:
+        if self.job.exact:
+            for layer in self.layers:
+                layer.accumulator.absorb()
+
+    def _statistics(self, recorded: dict[int, tuple[Tensor, ...]]) -> dict[int, tuple[tuple[Tensor, ...], ...]]:
+        return {
+            layer.index: tuple(recorded.get(id(module), ()) for module in layer.moving)
+            for layer in self.layers
+            if layer.moving
+        }
+
+    def _blame(self, piece: Piece) -> _Blame:
+        return _Blame(piece.layers)
+
+
+class _Blame:
+    """Turns an exception of a backward into one that names the layers it ran through."""
+
+    def __init__(self, layers: Sequence[HeldLayer]) -> None:
+        self.layers = layers
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, CulmError):
+            names = [layer.label for layer in self.layers] or ["the loss"]
+            where = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+            cause = error.__cause__ or error
+            raise LayerFailed(f"the backward of {where} raised {type(cause).__name__}: {cause}") from error
+
+
+def call_layer(layer: HeldLayer, values: Values, step: int, micro: int, seed: int) -> Values:
+    """One layer's forward, with its own randomness; an exception of the user's code names the layer."""
+    seed_layer(seed, step, micro, layer.index)
+    try:
+        if len(values) == 1:
+            made = layer.module(values[0])
+        else:
+            made = layer.module(*values) if layer.unpacks else layer.module(values)
+    except CulmError:
+        raise
+    except Exception as error:
+        shapes = ", ".join(f"{tuple(v.shape)} {str(v.dtype).removeprefix('torch.')}" for v in values)
+        raise LayerFailed(f"{layer.label} raised {type(error).__name__} on input {shapes}: {error}") from error
+    return pack(made, f"the output of {layer.label}") if not isinstance(made, Tensor) else (made,)
+
+
+def loss_of(job: Job, outputs: Values, target: Any) -> tuple[Tensor, Tensor | float | None]:
+    """The loss of a micro-batch and, where the loss returns (sum, weight), its weight."""
+    try:
+        made = job.loss(outputs[0] if len(outputs) == 1 else outputs, target)
+    except Exception as error:
+        raise LayerFailed(f"the loss raised {type(error).__name__}: {error}") from error
+    loss, weight = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise JobError(f"Job.loss returned {shape}: return a scalar mean, or (sum, weight)")
+    if isinstance(weight, Tensor):
+        weight = weight.detach()
+    return loss if loss.ndim == 0 else loss.reshape(()), weight
+
+
+def _handed_on(value: Tensor) -> Tensor:
+    """The same numbers as a fresh leaf."""
+    return value.detach().requires_grad_(value.requires_grad)
+
+
+def _wanted(outputs: Values, gradients: Gradients) -> tuple[list[Tensor], list[Tensor] | None]:
+    """The ends that a gradient flows into, with it; for the loss, which has none given, None."""
+    if not gradients:
+        return [o for o in outputs if o.requires_grad], None
+    pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
+    return [o for o, _ in pairs], [g for _, g in pairs]
+
+
+def _taken(inputs: Values) -> Gradients:
+    """The gradients that a backward left at the leaves."""
+    found = tuple(x.grad if x.requires_grad else None for x in inputs)
+    for x in inputs:
+        if x.requires_grad:
+            x.grad = None
+    return found
+
+
+def _weights(piece: Piece) -> list[nn.Parameter]:
+    return [p for layer in piece.layers for p in layer.trained.values()]

@@ -1,0 +1,71 @@
+"""From complete sums to the next weights: divide once, clip by the global norm, step, move the statistics.
+
+The reference loop and every worker go through these functions, so that the arithmetic of a step exists once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from culm.runtime import statistics
+
+if TYPE_CHECKING:
+    from culm.job import Job
+    from culm.runtime.state import HeldLayer, State, TiedGroup
+
+
+def finish_layers(layers: Iterable[HeldLayer], divisor: float) -> None:
+    """Turn the sums of layers into gradients."""
+    for layer in layers:
+        layer.accumulator.finish(divisor)
+
+
+def layer_norms(layer: HeldLayer, tied: Mapping[str, TiedGroup]) -> Tensor:
+    """The norm of each trained parameter's gradient, in order; a tied one counts in its first layer only."""
+    aliases = {name: group for group in tied.values() for name in group.names}
+    found = []
+    for name, parameter in layer.trained.items():
+        group = aliases.get(name)
+        if group is None:
+            assert parameter.grad is not None
+            found.append(torch.linalg.vector_norm(parameter.grad))
+        elif group.name == name:
+            found.append(torch.linalg.vector_norm(group.gradient))
+    if not layer.accumulator.finite:
+        found.append(torch.tensor(math.nan, device=layer.accumulator.gradient.device))
+    return torch.stack(found).float() if found else torch.zeros(0)
+
+
+def clip_factor(job: Job, norms: Sequence[Tensor]) -> tuple[float, Tensor]:
+    """(global norm, factor for all gradients) from the norms of all layers in order; as torch's clip_grad_norm_."""
+    total = torch.linalg.vector_norm(torch.cat([n.cpu() for n in norms]))
+    limit = math.inf if job.clip_norm is None else job.clip_norm
+    return float(total), torch.clamp(limit / (total + 1e-6), max=1.0)
+
+
+def scale(state: State, layers: Iterable[HeldLayer], groups: Iterable[TiedGroup], factor: Tensor) -> None:
+    """Multiply gradients by the clip factor."""
+    moved = factor.to(state.device)
+    for layer in layers:
+        layer.accumulator.gradient.mul_(moved)
+    for group in groups:
+        group.gradient.mul_(moved)
+
+
+def lr_factor(job: Job, step: int) -> float:
+    """The learning rate's factor: a function of the step alone."""
+    return 1.0 if job.lr_schedule is None else float(job.lr_schedule(step))
+
+
+def apply_statistics(layer: HeldLayer, recorded: Iterable[Sequence[Sequence[Tensor]]]) -> None:
+    """Move a layer's buffers by what each micro-batch recorded, in micro-batch order."""
+    with torch.no_grad():
+        for micro in recorded:
+            for module, values in zip(layer.moving, micro, strict=True):
+                if values:
+                    statistics.apply(module, values)

@@ -1,0 +1,137 @@
+"""The reference: one process, one loop, no stages. What every run of culm must equal.
+
+It runs layer by layer with detached ends, the finest cut there is, so that equality with it says that no cut matters.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from culm.runtime import statistics
+from culm.runtime.data import Values, evaluation_batch, evaluation_batches, micro_batch, pack
+from culm.runtime.keys import seed_layer
+from culm.runtime.segment import loss_of
+from culm.runtime.state import HeldLayer, Snapshot, State, total_digest
+from culm.runtime.update import apply_statistics, clip_factor, finish_layers, layer_norms, lr_factor, scale
+
+if TYPE_CHECKING:
+    from culm.job import Job
+
+
+@dataclass
+class Trained:
+    """What a run comes to: the losses by step, and the state at the end."""
+
+    losses: list[float] = field(default_factory=list)
+    evaluations: dict[int, float] = field(default_factory=dict)
+    snapshot: Snapshot = field(default_factory=Snapshot)
+    weights_sha256: str = ""
+    state_sha256: str = ""
+
+
+def reference(job: Job) -> Trained:
+    """Train the job in this process, on the CPU, with its number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(job.threads)
+    try:
+        state = State(job, range(len(job.layers)))
+        trained = Trained()
+        for step in range(job.steps):
+            trained.losses.append(_step(job, state, step))
+            if job.evaluate_every and (step + 1) % job.evaluate_every == 0:
+                trained.evaluations[step] = _evaluate(job, state)
+    finally:
+        torch.set_num_threads(before)
+    digests = state.digests(state.layers)
+    trained.snapshot = state.snapshot().copy()
+    trained.weights_sha256 = total_digest(weights for weights, _ in digests.values())
+    trained.state_sha256 = total_digest(whole for _, whole in digests.values())
+    return trained
+
+
+def _step(job: Job, state: State, step: int) -> float:
+    layers = list(state.layers.values())
+    loss_sum, weight_sum, recorded = 0.0, 0.0, []
+    for micro in range(job.micro_batches):
+        inputs, target = micro_batch(job, step, micro, state.device)
+        loss, weight, moved = _micro_batch(job, layers, step, micro, inputs, target)
+        loss_sum += loss
+        weight_sum += 1.0 if weight is None else weight
+        recorded.append(moved)
+    finish_layers(layers, weight_sum)
+    for group in state.tied.values():
+        held = [state.layers[index] for index in group.layers()]
+        sums = [layer.sums()[name] for layer, name in zip(held, group.names, strict=True)]
+        group.finish(sums, [layer.accumulator.bound for layer in held], weight_sum)
+    norm, factor = clip_factor(job, [layer_norms(layer, state.tied) for layer in layers])
+    if math.isfinite(norm) and math.isfinite(loss_sum):
+        if job.clip_norm is not None:
+            scale(state, layers, state.tied.values(), factor)
+        for _, unit in state.units():
+            unit.step(lr_factor(job, step))
+        for layer in layers:
+            apply_statistics(layer, [moved.get(layer.index, ()) for moved in recorded])
+    for layer in layers:
+        layer.accumulator.clear()
+    return loss_sum / weight_sum
+
+
+def _micro_batch(
+    job: Job, layers: list[HeldLayer], step: int, micro: int, inputs: Values, target: Any
+) -> tuple[float, float | None, dict[int, tuple[tuple[Tensor, ...], ...]]]:
+    """Forward and backward of all layers; gradients go into the sums, statistics come back."""
+    graph: list[tuple[Values, Values]] = []
+    moved = {}
+    with torch.autocast("cpu", torch.bfloat16, enabled=job.precision == "bf16"):
+        values = inputs
+        for layer in layers:
+            leaves = tuple(v.detach().requires_grad_(v.requires_grad) for v in values)
+            seed_layer(job.seed, step, micro, layer.index)
+            with statistics.recording() as seen:
+                several = len(leaves) > 1 and layer.unpacks
+                made = layer.module(*leaves) if several else layer.module(leaves if len(leaves) > 1 else leaves[0])
+            if layer.moving:
+                moved[layer.index] = tuple(seen.get(id(module), ()) for module in layer.moving)
+            values = pack(made, layer.label)
+            graph.append((leaves, values))
+        ends = tuple(v.detach().requires_grad_(v.requires_grad) for v in values)
+        loss, weight = loss_of(job, ends, target)
+    loss.backward()
+    for leaves, values in reversed(graph):
+        pairs = [(v, e.grad) for v, e in zip(values, ends, strict=True) if v.requires_grad and e.grad is not None]
+        if pairs:
+            torch.autograd.backward([v for v, _ in pairs], [g for _, g in pairs])
+        ends = leaves
+    for layer in layers:
+        layer.accumulator.absorb()
+    return loss.item(), None if weight is None else float(weight), moved
+
+
+def _evaluate(job: Job, state: State) -> float:
+    """The mean loss over the evaluation set, with every layer in evaluation mode."""
+    loss_sum, weight_sum = 0.0, 0.0
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=job.precision == "bf16"):
+        for micro in range(evaluation_batches(job)):
+            values, target = evaluation_batch(job, micro, state.device)
+            for layer in state.layers.values():
+                layer.module.eval()
+                several = len(values) > 1 and layer.unpacks
+                made = layer.module(*values) if several else layer.module(values if len(values) > 1 else values[0])
+                values = pack(made, layer.label)
+                layer.module.train()
+            loss, weight = loss_of(job, values, target)
+            size = evaluation_size(job, micro)
+            loss_sum += loss.item() * (size if weight is None else 1.0)
+            weight_sum += size if weight is None else float(weight)
+    return loss_sum / weight_sum
+
+
+def evaluation_size(job: Job, micro: int) -> int:
+    """Items in a micro-batch of the evaluation set: a mean counts by them."""
+    assert job.evaluate is not None
+    return min(job.micro_batch, len(job.evaluate) - micro * job.micro_batch)

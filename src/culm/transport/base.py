@@ -1,0 +1,150 @@
+"""The door between workers: frames of tensors and letters, named by who waits for them.
+
+A frame is addressed by a key (epoch, step, name); it is received ahead and waits in the mailbox until the executor
+asks for it. A letter is a control message: bytes, in order of arrival. Nothing here blocks: sending queues, waiting is
+awaiting, and closing an epoch wakes everyone who waits for something of it, at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, TypeAlias
+
+from torch import Tensor
+
+from culm.errors import EpochClosed
+
+Address: TypeAlias = str
+Tensors: TypeAlias = tuple[Tensor | None, ...]
+
+
+class Key(NamedTuple):
+    """What a frame is: unique for its receiver."""
+
+    epoch: int
+    step: int
+    name: str
+
+
+class Letter(NamedTuple):
+    """A control message. `body` None says that the connection from `sender` was lost: a suspicion, no proof."""
+
+    sender: Address
+    body: bytes | None
+
+
+class Group(Protocol):
+    """Workers that add up tensors together, in one order of calls."""
+
+    async def join(self) -> None:
+        """Meet the others; returns when all are there."""
+
+    async def all_reduce(self, tensor: Tensor) -> None:
+        """Replace `tensor` (a copy made for this) by the sum over the group. On failure its content is undefined."""
+
+    def close(self) -> None:
+        """Leave; whatever is under way is abandoned."""
+
+
+class Transport(Protocol):
+    """One endpoint. Real: sockets. Simulated: memory."""
+
+    address: Address
+
+    def send(self, to: Address, key: Key, tensors: Sequence[Tensor | None]) -> None:
+        """Queue a frame. The tensors must not change until it has arrived (senders keep what they send)."""
+
+    def post(self, to: Address, body: bytes) -> None:
+        """Queue a letter."""
+
+    def arrived(self, key: Key) -> Tensors | None:
+        """Take a frame that has come already: the way without a wait."""
+
+    async def receive(self, key: Key) -> Tensors:
+        """Wait for a frame and take it. Raises EpochClosed when its epoch is closed first."""
+
+    async def letter(self) -> Letter:
+        """The next letter."""
+
+    def close_epochs(self, below: int) -> None:
+        """Forget every epoch below a number: frames are dropped, waiters get EpochClosed."""
+
+    def group(self, key: Key, members: Sequence[Address]) -> Group:
+        """The group of these members, of which this endpoint is one."""
+
+    async def close(self) -> None:
+        """Let what is queued go out, then end every connection."""
+
+
+class Mailbox:
+    """Frames that wait for the executor, and the executor that waits for frames.
+
+    `put` may be called from another thread (a pump of sockets); everything else from the event loop's own.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._lock = threading.Lock()
+        self._frames: dict[Key, Tensors] = {}
+        self._waiting: dict[Key, asyncio.Future[Tensors]] = {}
+        self._floor = 0
+
+    def put(self, key: Key, tensors: Tensors) -> None:
+        """Deliver; what belongs to a closed epoch is dropped."""
+        with self._lock:
+            if key.epoch < self._floor:
+                return
+            waiter = self._waiting.pop(key, None)
+            if waiter is None:
+                self._frames[key] = tensors
+                return
+        self._wake(waiter, tensors)
+
+    def _wake(self, waiter: asyncio.Future[Tensors], tensors: Tensors) -> None:
+        try:
+            own = asyncio.get_running_loop() is self._loop
+        except RuntimeError:
+            own = False
+        if own:
+            _settle(waiter, tensors)
+        else:
+            self._loop.call_soon_threadsafe(_settle, waiter, tensors)
+
+    def take(self, key: Key) -> Tensors | None:
+        """A frame that is there."""
+        with self._lock:
+            return self._frames.pop(key, None)
+
+    async def get(self, key: Key) -> Tensors:
+        """A frame, now or later."""
+        with self._lock:
+            found = self._frames.pop(key, None)
+            if found is not None:
+                return found
+            if key.epoch < self._floor:
+                raise EpochClosed(f"epoch {key.epoch} is closed")
+            waiter = self._waiting[key] = self._loop.create_future()
+        try:
+            arrived: Tensors = await waiter
+            return arrived
+        finally:
+            with self._lock:
+                self._waiting.pop(key, None)
+
+    def close_epochs(self, below: int) -> None:
+        """Drop frames and wake waiters of every epoch below."""
+        with self._lock:
+            self._floor = max(self._floor, below)
+            for key in [k for k in self._frames if k.epoch < below]:
+                del self._frames[key]
+            ended = [self._waiting.pop(k) for k in list(self._waiting) if k.epoch < below]
+        for waiter in ended:
+            if not waiter.done():
+                waiter.set_exception(EpochClosed("the epoch was closed"))
+
+
+def _settle(waiter: asyncio.Future[Tensors], tensors: Tensors) -> None:
+    if not waiter.done():
+        waiter.set_result(tensors)

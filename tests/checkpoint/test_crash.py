@@ -1,0 +1,201 @@
+"""A writer may die at any moment: what was committed before is whole, and the next writer goes on from there."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from culm.checkpoint import Catalog, Storage
+from culm.errors import CheckpointError
+
+from .states import files, save, whole
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+PRIMITIVES = ("open", "write", "fsync", "replace", "mkdir", "unlink", "remove", "rmdir")
+
+
+class Killed(BaseException):
+    """Not an Exception: nobody may handle it."""
+
+
+@contextmanager
+def operations(stop: Callable[[int, str, Callable[..., Any], tuple[Any, ...]], None]) -> Iterator[list[str]]:
+    """Call `stop` with the number of each operation on the disk before it happens; gives the names so far."""
+    done: list[str] = []
+
+    def counted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            done.append(name)
+            stop(len(done), name, real, args)
+            return real(*args, **options)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in PRIMITIVES:
+            patch.setattr(os, name, counted(name, getattr(os, name)))
+        yield done
+
+
+def kill_at(number: int) -> Callable[[int, str, Callable[..., Any], tuple[Any, ...]], None]:
+    """From that operation on nothing happens any more: the dead clean nothing up. A write dies half-way."""
+
+    def stop(now: int, name: str, real: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        if now == number and name == "write":
+            real(args[0], args[1][: len(args[1]) // 2])
+        if now >= number:
+            raise Killed
+
+    return stop
+
+
+def fail_at(number: int) -> Callable[[int, str, Callable[..., Any], tuple[Any, ...]], None]:
+    """That one operation fails, and all others work."""
+
+    def stop(now: int, name: str, real: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        if now == number:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    return stop
+
+
+def one_round(folder: Path, step: int, *, workers: int = 2) -> None:
+    """What a run does at a checkpoint."""
+    catalog = Catalog(Storage(folder))
+    save(catalog, step, workers=workers)
+    catalog.prune(keep_last=1)
+
+
+def count(folder: Path, before: Callable[[Path], None], work: Callable[[Path], None]) -> int:
+    before(folder)
+    with operations(lambda *_: None) as done:
+        work(folder)
+    return len(done)
+
+
+def test_a_kill_at_any_operation_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    total = count(tmp_path / "count", lambda folder: one_round(folder, 1), lambda folder: one_round(folder, 2))
+    outcomes = []
+    for number in range(1, total + 1):
+        folder = tmp_path / str(number)
+        one_round(folder, 1)
+        with pytest.raises(Killed), operations(kill_at(number)):
+            one_round(folder, 2)
+        outcomes.append(whole(folder))
+    assert outcomes == sorted(outcomes)
+    assert set(outcomes) == {1, 2}
+
+
+def test_after_a_kill_at_any_operation_the_next_round_leaves_nothing_but_its_checkpoint(tmp_path: Path) -> None:
+    total = count(tmp_path / "count", lambda folder: one_round(folder, 1), lambda folder: one_round(folder, 2))
+    for number in range(1, total + 1):
+        folder = tmp_path / str(number)
+        one_round(folder, 1)
+        with pytest.raises(Killed), operations(kill_at(number)):
+            one_round(folder, 2)
+        one_round(folder, 3, workers=3)
+        assert whole(folder) == 3
+        assert len(files(folder)) == 4
+        assert Storage(folder).list() == ["step-00000003"]
+
+
+def test_a_kill_while_the_only_checkpoint_is_written_again_leaves_it_whole(tmp_path: Path) -> None:
+    total = count(
+        tmp_path / "count", lambda folder: one_round(folder, 1), lambda folder: one_round(folder, 1, workers=3)
+    )
+    shards = set()
+    for number in range(1, total + 1):
+        folder = tmp_path / str(number)
+        one_round(folder, 1)
+        with pytest.raises(Killed), operations(kill_at(number)):
+            one_round(folder, 1, workers=3)
+        assert whole(folder) == 1
+        shards.add(len(Catalog(Storage(folder)).newest().manifest.files))
+    assert shards == {2, 3}
+
+
+def test_a_failure_of_any_operation_is_an_error_that_leaves_a_whole_checkpoint_and_no_temporary_file(
+    tmp_path: Path,
+) -> None:
+    total = count(tmp_path / "count", lambda folder: one_round(folder, 1), lambda folder: one_round(folder, 2))
+    for number in range(1, total + 1):
+        folder = tmp_path / str(number)
+        one_round(folder, 1)
+        with pytest.raises(CheckpointError, match="the disk is full"), operations(fail_at(number)):
+            one_round(folder, 2)
+        assert whole(folder) in (1, 2)
+        assert not [name for name in files(folder) if name.endswith(".tmp")]
+
+
+class Doomed(Storage):
+    """An object store whose user dies at the n-th put or delete."""
+
+    def __init__(self, root: str, number: int) -> None:
+        super().__init__(root)
+        self.left = number
+
+    def write(self, name: str, data: bytes | memoryview) -> None:
+        self._live()
+        super().write(name, data)
+
+    def delete(self, prefix: str) -> None:
+        self._live()
+        super().delete(prefix)
+
+    def _live(self) -> None:
+        self.left -= 1
+        if self.left <= 0:
+            raise Killed
+
+
+def test_a_kill_at_any_put_or_delete_leaves_a_whole_checkpoint_in_an_object_store(memory: str) -> None:
+    outcomes = []
+    for number in range(1, 6):
+        root = f"{memory}/{number}"
+        save(Catalog(Storage(root)), 1)
+        doomed = Catalog(Doomed(root, number))
+        with pytest.raises(Killed):
+            save(doomed, 2)
+            doomed.prune(keep_last=1)
+        outcomes.append(whole(root))
+    assert outcomes == [1, 1, 1, 2, 2]
+
+
+WRITER = """
+import sys, torch
+from culm.checkpoint import Catalog, Storage
+catalog = Catalog(Storage(sys.argv[1]))
+for step in range(1, 10_000):
+    receipts = []
+    for worker in range(3):
+        tensors = {f"{worker}.weight": torch.full((1 << 18,), float(step))}
+        receipts.append(catalog.write_shard(step, catalog.shard_name(step, worker), tensors))
+    catalog.commit(step, receipts, {}, {}, 0.0)
+    print(step, flush=True)
+    catalog.prune(keep_last=2)
+"""
+
+
+@pytest.mark.real
+def test_a_real_kill_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
+        seen = [int(writer.stdout.readline()) for _ in range(5)]
+        writer.kill()
+        seen += [int(line) for line in writer.stdout]
+    catalog = Catalog(Storage(tmp_path))
+    found = catalog.newest()
+    assert found.rejected == ()
+    # The commit of one more step may have been made and not yet said.
+    assert found.manifest.step in (seen[-1], seen[-1] + 1)
+    for name, tensor in catalog.open(found.manifest).load().items():
+        assert tensor.unique().tolist() == [found.manifest.step], name

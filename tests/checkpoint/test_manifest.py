@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from culm.checkpoint import FileEntry, Manifest, Scalar
+from culm.checkpoint.manifest import plain_facts, plain_scalars
+from culm.errors import CheckpointError
+
+GOOD = Manifest(
+    step=100,
+    files={"shard-0.safetensors": FileEntry(sha256="ab" * 32, bytes=8)},
+    weight_map={"0.weight": "shard-0.safetensors"},
+    scalars={"optimizer.0.weight.step": 3},
+    facts={"seed": 1, "tied": [["0.weight", "3.weight"]]},
+    culm="0.1.0",
+    torch="2.13.0",
+    created=12.5,
+)
+
+
+def sealed(body: dict[str, object]) -> bytes:
+    """Any object with a checksum that fits."""
+    text = json.dumps(body, indent=2).encode().removesuffix(b"\n}")
+    return text + b',\n  "sha256": "' + hashlib.sha256(text).hexdigest().encode() + b'"\n}\n'
+
+
+def changed(**fields: object) -> bytes:
+    return sealed({**msgspec.to_builtins(GOOD), **fields})
+
+
+def test_it_comes_back_as_it_was() -> None:
+    assert Manifest.from_json(GOOD.to_json()) == GOOD
+
+
+def test_it_is_json_that_says_what_it_is() -> None:
+    found = json.loads(GOOD.to_json())
+    assert (found["format"], found["version"], found["step"]) == ("culm-checkpoint", 1, 100)
+    assert found["files"] == {"shard-0.safetensors": {"sha256": "ab" * 32, "bytes": 8}}
+
+
+def test_its_checksum_can_be_computed_by_anyone() -> None:
+    data = GOOD.to_json()
+    body = data[: data.rindex(b",")]
+    assert json.loads(data)["sha256"] == hashlib.sha256(body).hexdigest()
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.dictionaries(st.text(), st.integers() | st.floats() | st.booleans() | st.text() | st.none(), max_size=4))
+def test_scalars_come_back_with_value_and_type(scalars: dict[str, Scalar]) -> None:
+    manifest = msgspec.structs.replace(GOOD, scalars=plain_scalars(scalars))
+    found = Manifest.from_json(manifest.to_json()).scalars
+    assert {name: (type(value), repr(value)) for name, value in found.items()} == {
+        name: (type(value), repr(value)) for name, value in scalars.items()
+    }
+
+
+def test_json_for_other_tools_has_no_words_outside_the_standard() -> None:
+    manifest = msgspec.structs.replace(GOOD, scalars={"a": math.inf, "b": math.nan, "c": 1.0})
+
+    def refuse(word: str) -> None:
+        raise AssertionError(word)
+
+    found = json.loads(manifest.to_json(), parse_constant=refuse)
+    assert found["scalars"] == {"c": 1.0}
+    assert found["nonfinite"] == {"a": "inf", "b": "nan"}
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.data())
+def test_a_change_of_any_byte_is_found(data: st.DataObject) -> None:
+    damaged = bytearray(GOOD.to_json())
+    damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(CheckpointError, match="the manifest"):
+        Manifest.from_json(bytes(damaged))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_a_cut_anywhere_is_found(data: st.DataObject) -> None:
+    good = GOOD.to_json()
+    with pytest.raises(CheckpointError, match="the manifest"):
+        Manifest.from_json(good[: data.draw(st.integers(0, len(good) - 1))])
+
+
+def test_bytes_after_the_end_are_found() -> None:
+    with pytest.raises(CheckpointError, match="the manifest"):
+        Manifest.from_json(GOOD.to_json() + b"\n")
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        (changed(format="zip"), "format 'zip', not 'culm-checkpoint'"),
+        (changed(version=2), "version 2, this culm reads 1"),
+        (changed(step="many"), "not as culm writes it"),
+        (changed(weight_map={"0.weight": "other.safetensors"}), "puts 0.weight into 'other.safetensors'"),
+        (
+            changed(files={"../x.safetensors": {"sha256": "", "bytes": 0}}, weight_map={}),
+            "names a file '../x.safetensors'",
+        ),
+        (b"\xff\xfe", "can not be read"),
+        (b"[]", "can not be read"),
+    ],
+    ids=["format", "version", "type", "unknown file", "path", "no text", "no object"],
+)
+def test_what_is_wrong_is_said(data: bytes, sentence: str) -> None:
+    with pytest.raises(CheckpointError, match=sentence):
+        Manifest.from_json(data)
+
+
+def test_facts_are_seen_at_once_as_they_will_be_read() -> None:
+    assert plain_facts({"tied": (("0.weight", "3.weight"),)}) == {"tied": [["0.weight", "3.weight"]]}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, {1, 2}, object()], ids=["nan", "inf", "set", "object"])
+def test_a_fact_that_json_can_not_hold_is_refused(value: object) -> None:
+    with pytest.raises(CheckpointError, match="no plain JSON"):
+        plain_facts({"x": value})
+
+
+def test_a_number_of_numpy_is_a_number() -> None:
+    found = plain_scalars({"a": np.float64(0.5), "b": np.float64("nan")})
+    assert [type(value) for value in found.values()] == [float, float]
+    assert Manifest.from_json(msgspec.structs.replace(GOOD, scalars=found).to_json()).scalars["a"] == 0.5
+
+
+def test_a_value_that_is_no_scalar_is_named() -> None:
+    with pytest.raises(CheckpointError, match=r"optimizer.0.weight.betas is a tuple"):
+        plain_scalars({"optimizer.0.weight.betas": (0.9, 0.99)})

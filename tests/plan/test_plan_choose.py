@@ -1,0 +1,222 @@
+"""Choosing the shape: the fastest that fits, with reasons, and no worse for having skipped what can not win."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from culm.errors import PlanError, ScheduleError
+from culm.plan import LayerCost, Profile, choose, live, one_f_one_b, partition, spans
+from culm.plan.predict import Candidate, Shape, Task, predict
+from culm.schedule import Costs, generate, timing
+
+schedules = st.sampled_from(["gpipe", "1f1b", "zb", "interleaved"])
+
+
+def layer(time: float = 3.0, **fields: Any) -> LayerCost:
+    made: dict[str, Any] = {"name": "block", "forward_s": time / 3, "input_s": time / 3, "weight_s": time / 3}
+    made |= {"parameter_bytes": 0, "state_bytes": 0, "activation_bytes": 0, "output_bytes": 0}
+    return LayerCost(**made | fields)
+
+
+def profile(*layers: LayerCost) -> Profile:
+    return Profile(layers=layers, device="cpu", micro_batch=1, threads=1, source="estimated")
+
+
+def blocks(number: int, **fields: Any) -> Profile:
+    return profile(*[layer(**fields) for _ in range(number)])
+
+
+def shapes(table: tuple[Candidate, ...]) -> set[tuple[int, int]]:
+    return {(row.pipelines, row.stages) for row in table}
+
+
+a_layer = st.builds(
+    layer,
+    st.integers(1, 9),
+    parameter_bytes=st.integers(0, 20),
+    activation_bytes=st.integers(0, 3),
+    output_bytes=st.integers(0, 5),
+)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.lists(a_layer, min_size=2, max_size=7),
+    st.integers(1, 14),
+    st.integers(1, 10),
+    schedules,
+    st.none() | st.integers(20, 90),
+)
+def test_no_shape_beats_the_chosen_one(
+    layers: list[LayerCost], nodes: int, micro_batches: int, schedule: str, memory: int | None
+) -> None:
+    ranges = 2 if schedule == "interleaved" else 1
+    every = [
+        Shape(D, P) for D in range(1, micro_batches + 1) for P in range(1, len(layers) // ranges + 1) if nodes >= D * P
+    ]
+    task = Task(
+        layers=tuple(layers),
+        nodes=nodes,
+        micro_batches=micro_batches,
+        schedule=schedule,
+        ranges=ranges,
+        memory=memory,
+        bandwidth=1.0,
+    )
+    possible = [candidate for shape in every if (candidate := predict(task, shape))]
+    asked: dict[str, Any] = {"nodes": nodes, "micro_batches": micro_batches, "schedule": schedule, "memory": memory}
+    if not possible:
+        with pytest.raises(PlanError):
+            choose(profile(*layers), bandwidth=1.0, **asked)
+        return
+    choice = choose(profile(*layers), bandwidth=1.0, **asked)
+    near = [c for c in possible if c.step_s <= 1.02 * min(p.step_s for p in possible)]
+    assert choice.best == min(near, key=lambda c: (c.idle, c.step_s, c.stages))
+    assert memory is None or all(row.memory <= memory for row in choice.table)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb", "interleaved"])
+@pytest.mark.parametrize("micro_batches", [8, 9])
+def test_the_predicted_step_is_that_of_the_whole_plan(schedule: str, micro_batches: int) -> None:
+    model = profile(*[layer(1 + i % 3, parameter_bytes=4, output_bytes=1, step_s=0.5) for i in range(9)])
+    asked: dict[str, Any] = {"nodes": 8, "micro_batches": micro_batches, "schedule": schedule, "bandwidth": 8.0}
+    choice = choose(model, pipelines=4, stages=2, **asked)
+    plan = generate(schedule, pipelines=4, stages=2, micro_batches=micro_batches)
+    held = [[model.layers[i] for i in span] for span in spans(choice.cuts, 9)]
+    each = tuple(sum(c.forward_s for c in segment) for segment in held)
+    ring = tuple(2 * 3 / 4 * 4 * len(segment) / 8.0 for segment in held)
+    step = tuple(0.5 * len(segment) for segment in held)
+    whole = timing(plan, Costs(forward=each, input=each, weight=each, reduce=ring, step=step, send=1 / 8.0))
+    assert choice.step_s == pytest.approx(whole.makespan)
+    assert choice.best.bubble == pytest.approx(whole.bubble, abs=0.02)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(1, 6), st.integers(1, 12))
+def test_live_activations_of_the_known_schedules_are_the_textbooks(stages: int, micro_batches: int) -> None:
+    def alive(schedule: str) -> tuple[int, ...]:
+        return live(generate(schedule, pipelines=1, stages=stages, micro_batches=micro_batches))
+
+    assert alive("gpipe") == (micro_batches,) * stages
+    assert alive("1f1b") == tuple(one_f_one_b(micro_batches)(s, stages) for s in range(stages))
+    assert max(alive("zb")) == min(stages, micro_batches)
+
+
+def test_a_model_that_fits_anywhere_is_trained_side_by_side_when_reducing_is_cheap() -> None:
+    choice = choose(blocks(8), nodes=4, micro_batches=8, schedule="1f1b")
+    assert (choice.pipelines, choice.stages, choice.cuts) == (4, 1, ())
+    assert choice.step_s == pytest.approx(2 * 8 * 3.0)
+
+
+def test_a_model_whose_reduce_is_dear_becomes_a_pipeline() -> None:
+    choice = choose(blocks(8, parameter_bytes=10**12), nodes=4, micro_batches=8, schedule="1f1b")
+    assert (choice.pipelines, choice.stages, choice.cuts) == (1, 4, (2, 4, 6))
+    cheap = choose(blocks(8, parameter_bytes=10**12), nodes=4, micro_batches=8, schedule="1f1b", bandwidth=1e15)
+    assert cheap.stages == 1
+
+
+def test_a_model_that_is_too_large_for_a_node_is_cut() -> None:
+    choice = choose(blocks(8, parameter_bytes=100), nodes=4, micro_batches=8, schedule="1f1b", memory=450)
+    assert (choice.pipelines, choice.stages) == (2, 2)
+    assert choice.best.memory == 400
+
+
+def test_the_table_has_every_shape_of_a_small_cluster_best_first() -> None:
+    table = choose(blocks(8), nodes=4, micro_batches=8, schedule="1f1b").table
+    assert shapes(table) == {(1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (2, 2), (1, 3), (1, 4)}
+    assert [row.step_s for row in table] == sorted(row.step_s for row in table)
+    assert {(row.pipelines, row.stages): row.idle for row in table}[3, 1] == 1
+
+
+def test_of_equally_fast_shapes_the_one_that_uses_all_nodes_wins() -> None:
+    # 4 micro-batches on 2 or on 3 pipelines: two rounds either way.
+    choice = choose(blocks(4), nodes=3, micro_batches=4, schedule="1f1b", stages=1)
+    assert (choice.pipelines, choice.best.idle) == (3, 0)
+
+
+def test_there_are_never_more_pipelines_than_micro_batches() -> None:
+    choice = choose(blocks(2), nodes=16, micro_batches=3, schedule="1f1b")
+    assert max(row.pipelines for row in choice.table) == 3
+
+
+def test_what_is_fixed_stays_fixed() -> None:
+    asked: dict[str, Any] = {"nodes": 8, "micro_batches": 8, "schedule": "1f1b"}
+    assert {P for _, P in shapes(choose(blocks(8), stages=2, **asked).table)} == {2}
+    assert {D for D, _ in shapes(choose(blocks(8), pipelines=2, **asked).table)} == {2}
+    both = choose(blocks(8), pipelines=2, stages=3, **asked)
+    assert shapes(both.table) == {(2, 3)}
+    assert both.cuts == partition(blocks(8).layers, 3)
+    assert "the only shape that fits" in both.why and "2 of 8 nodes idle" in both.why
+
+
+def test_interleaved_cuts_twice_as_many_segments() -> None:
+    choice = choose(blocks(8), nodes=2, micro_batches=4, schedule="interleaved", pipelines=1, stages=2)
+    assert choice.cuts == (2, 4, 6)
+
+
+def test_the_reason_names_the_shape_the_time_and_the_runner_up() -> None:
+    why = choose(blocks(8), nodes=4, micro_batches=8, schedule="1f1b").why
+    assert why == "4 pipelines x 1 stage: 48 s a step, 25% faster than 2 x 2; bubble 0%, 0 bytes in the fullest stage"
+
+
+def test_the_same_question_has_the_same_answer() -> None:
+    asked: dict[str, Any] = {"nodes": 12, "micro_batches": 12, "schedule": "zb", "memory": 700}
+    model = blocks(12, parameter_bytes=50, activation_bytes=10)
+    assert choose(model, **asked) == choose(model, **asked)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"nodes": 0}, "nodes is 0: use a whole number of at least 1"),
+        ({"micro_batches": 0}, "micro_batches is 0: use a whole number of at least 1"),
+        ({"pipelines": -1}, "pipelines is -1: use a whole number of at least 1"),
+        ({"bandwidth": 0}, "bandwidth is 0: use a number of bytes per second above 0"),
+        ({"stages": 5}, "stages is 5: 3 layers can fill at most 3 stages; use --stages 3"),
+        (
+            {"pipelines": 9, "nodes": 64},
+            "pipelines is 9, but a step has only 8 micro-batches: use --pipelines 8, or a larger global batch",
+        ),
+        ({"pipelines": 4, "stages": 2}, "nodes is 4, but 4 pipelines x 2 stages take 8: use --nodes 8"),
+        ({"pipelines": 5}, "nodes is 4, but 5 pipelines take 5: use --nodes 5"),
+        (
+            {"schedule": "interleaved", "stages": 2},
+            "stages is 2: 3 layers can fill at most 1 stage of 2 ranges; use --stages 1",
+        ),
+        (
+            {"memory": 5},
+            "layer 0 (block) alone needs 10 bytes, and memory is 5 bytes: use a larger device or a smaller micro-batch",
+        ),
+        (
+            {"memory": 20, "nodes": 1},
+            "memory is 20 bytes, too little for any shape on 1 node: 1 pipeline of 2 stages would fit; use --nodes 2",
+        ),
+        (
+            {"memory": 20, "pipelines": 2, "nodes": 3},
+            "memory is 20 bytes, too little for any shape on 3 nodes: 2 pipelines of 2 stages would fit; use --nodes 4",
+        ),
+        (
+            {"memory": 20, "stages": 1},
+            "memory is 20 bytes, too little for 1 stage: at least 2 stages are needed; use --stages 2",
+        ),
+    ],
+)
+def test_what_can_not_be_names_the_nearest_that_can(asked: dict[str, Any], message: str) -> None:
+    usual: dict[str, Any] = {"nodes": 4, "micro_batches": 8, "schedule": "1f1b"}
+    with pytest.raises(PlanError) as caught:
+        choose(blocks(3, parameter_bytes=10), **usual | asked)
+    assert str(caught.value) == message
+
+
+def test_activations_that_fit_nowhere_are_told_apart_from_a_layer_that_fits_nowhere() -> None:
+    with pytest.raises(PlanError, match=r"^memory is 15 bytes, too little for any number of stages: use a larger"):
+        choose(blocks(3, activation_bytes=10), nodes=4, micro_batches=8, schedule="gpipe", memory=15)
+
+
+def test_an_unknown_schedule_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="did you mean '1f1b'"):
+        choose(blocks(3), nodes=2, micro_batches=2, schedule="1f1")
