@@ -7,7 +7,7 @@ Now take a node away in the middle of a step. The weights at the end are the sam
     culm run examples/gpt.py --pipelines 2 --stages 2 --steps 50 --exact --out runs/b
     culm run examples/gpt.py --pipelines 2 --stages 2 --steps 50 --exact --out runs/c --kill "node=3 step=5 at=1B5"
 
-A larger one, if you have the time:
+A larger one, made for GPUs:
     culm run examples/gpt.py:larger --pipelines 2 --stages 4 --out runs/d
 """
 

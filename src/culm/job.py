@@ -206,9 +206,7 @@ def module(path: str) -> Any:
     """The module of a job file, imported once under its stem, so that the classes in it have one identity."""
     file = Path(path).resolve()
     if not file.is_file():
-        raise JobError(
-            f"there is no job file {path!r}: give a Python file, as in 'culm run examples/gpt.py'"
-        )
+        raise JobError(f"there is no job file {path!r}: give a Python file, as in 'culm run examples/gpt.py'")
     name = f"culm_job_{file.stem}"
     loaded = sys.modules.get(name)
     if loaded is not None and getattr(loaded, "__file__", None) == str(file):

@@ -50,7 +50,7 @@ def test_random_tokens_are_a_function_of_seed_and_index() -> None:
     assert torch.equal(x[1:], y[:-1])
     assert not torch.equal(x, data[6][0])
     assert not torch.equal(x, RandomTokens(vocab=50, length=16, count=100, seed=4)[5][0])
-    assert 0 <= int(x.min()) and int(x.max()) < 50
+    assert int(x.min()) >= 0 and int(x.max()) < 50
 
 
 def test_random_tokens_do_not_touch_the_global_stream() -> None:
@@ -85,7 +85,7 @@ def test_an_index_outside_is_an_error_and_a_negative_one_counts_from_the_end() -
 
 
 def test_images_too_small_for_the_classes_are_refused() -> None:
-    with pytest.raises(JobError, match="RandomImages.classes is 10: use 1 to 7 for size 16"):
+    with pytest.raises(JobError, match=r"RandomImages.classes is 10: use 1 to 7 for size 16"):
         RandomImages(count=4, size=16)
 
 

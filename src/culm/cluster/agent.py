@@ -61,7 +61,9 @@ class Agent:
     async def _worker_ended(self, following: asyncio.Task[None]) -> None:
         """After a result that is the normal end; before, the node leaves by ending its session in the store."""
         if self._leader is not None:
-            self._leader.inbox.put_nowait(NodeLost(f"the worker of node {self.node} died, and nobody else holds its layers"))
+            self._leader.inbox.put_nowait(
+                NodeLost(f"the worker of node {self.node} died, and nobody else holds its layers")
+            )
         with contextlib.suppress(asyncio.TimeoutError, RunError):
             await asyncio.wait_for(asyncio.shield(following), timeout=0.2 if self._leader is None else 10.0)
 

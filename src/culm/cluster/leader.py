@@ -50,6 +50,7 @@ class Leader:
         self.first_step_at: float | None = None
         self._ready: set[int] = set()
         self._finish: int | None = None
+        self._permitted = 0
 
     async def run(self) -> None:
         """Until the result is in the store, whatever it is."""
@@ -106,7 +107,12 @@ class Leader:
             if key == "gate/finish":
                 self._end_before(number)
             else:
-                self._tell(letters.Permit(number))
+                self._permit(number)
+
+    def _permit(self, until: int) -> None:
+        """Let steps below a number begin; workers that are not there yet hear of it when all are ready."""
+        self._permitted = max(self._permitted, until)
+        self._tell(letters.Permit(self._permitted))
 
     async def _publish(self) -> None:
         """Make the epoch: the first D x P nodes by number fill the slots."""
@@ -114,7 +120,9 @@ class Leader:
         chosen = sorted(self.nodes.values(), key=lambda r: r.node)[: setup.pipelines * setup.stages]
         prints = {record.fingerprint for record in chosen}
         if self.job.exact and len(prints) > 1:
-            self.inbox.put_nowait(NodeLost("nodes differ in what exact results depend on: " + "; ".join(sorted(prints))))
+            self.inbox.put_nowait(
+                NodeLost("nodes differ in what exact results depend on: " + "; ".join(sorted(prints)))
+            )
             return
         self.epoch = Epoch(
             number=1,
@@ -159,10 +167,7 @@ class Leader:
             self.first_step_at = self.clock.now()
             if self._finish is not None:
                 self._end_before(self._finish)
-            elif self.setup.gate == "open":
-                self._tell(letters.Permit(self.setup.steps))
-            elif self.setup.gate == "hook":
-                self._tell(letters.Permit(self.setup.start + 1))
+            self._permit({"open": self.setup.steps, "hook": self.setup.start + 1, "outside": 0}[self.setup.gate])
 
     async def _committed(self, done: CommittedStep) -> None:
         """A step is complete everywhere: write it down, ask the hook, let the next begin."""
@@ -182,7 +187,7 @@ class Leader:
                 self._event("stopped", step=done.step, why="on_step returned STOP")
                 self._end_before(done.step + 1)
             else:
-                self._tell(letters.Permit(done.step + 2))
+                self._permit(done.step + 2)
 
     def _metrics(self, done: CommittedStep) -> dict[str, Any]:
         extra = {"norm": done.norm, "eval_loss": done.evaluation}
@@ -284,7 +289,8 @@ class Leader:
         assert self.epoch is not None
         stages = self.setup.stages
         labels = {
-            m.node: f"node {m.node}: pipeline {i // stages} stage {i % stages}" for i, m in enumerate(self.epoch.members)
+            m.node: f"node {m.node}: pipeline {i // stages} stage {i % stages}"
+            for i, m in enumerate(self.epoch.members)
         }
         return perfetto({f.node: f.spans for f in self.finals.values()}, labels)
 
@@ -295,5 +301,3 @@ def _error(message: letters.Failed) -> CulmError:
     error = kind(f"node {message.node}: {message.message}")
     error.trace = message.trace
     return error
-
-

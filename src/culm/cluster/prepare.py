@@ -15,6 +15,7 @@ from culm.plan.profile import Profile
 from culm.runtime.blueprint import Blueprint, probe
 from culm.runtime.data import evaluation_batches
 from culm.runtime.fingerprint import fingerprint
+from culm.runtime.measure import Told, measure
 from culm.schedule import SCHEDULES, forward_only, generate
 
 if TYPE_CHECKING:
@@ -44,11 +45,11 @@ class Request:
     gate: Gate | None = None
 
 
-def prepare(job: Job, request: Request) -> Setup:
+def prepare(job: Job, request: Request, *, progress: Told = lambda *_: None) -> Setup:
     """Decide everything that can be decided before the first node comes. Raises UsageError in one sentence."""
     _check(job, request)
     blueprint = probe(job)
-    profile = Profile.load(request.profile) if request.profile else blueprint.profile
+    profile = _profile(job, request, blueprint, progress)
     _check_profile(profile, job)
     pipelines, stages, cuts, why = _shape(job, request, profile)
     ranges = request.ranges if request.schedule == "interleaved" else 1
@@ -105,6 +106,15 @@ def _known(option: str, value: str, known: tuple[str, ...]) -> None:
         close = difflib.get_close_matches(value, known, n=1)
         hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(known)}"
         raise UsageError(f"--{option} {value!r} is not there: {hint}")
+
+
+def _profile(job: Job, request: Request, blueprint: Blueprint, progress: Told) -> Profile:
+    """The given one; a measured one where the shape is to be chosen; else the estimate, which is enough to cut by."""
+    if request.profile:
+        return Profile.load(request.profile)
+    if request.nodes is not None and (request.pipelines is None or request.stages is None):
+        return measure(job, progress=progress)
+    return blueprint.profile
 
 
 def _check_profile(profile: Profile, job: Job) -> None:
@@ -188,6 +198,3 @@ def _check_facts(manifest: Manifest, facts: dict[str, str | int | float | bool |
             f"the exact checkpoint was made on {manifest.facts.get('fingerprint')}, this machine is "
             f"{facts['fingerprint']}: resume on the same kind, or with --set exact=false"
         )
-
-
-__all__ = ["Blueprint", "Request", "prepare"]

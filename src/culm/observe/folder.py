@@ -100,7 +100,9 @@ def claim(out: str) -> None:
     if path.is_file():
         raise UsageError(f"--out {out!r} is a file: give a folder that does not exist yet")
     if path.is_dir() and any(path.iterdir()):
-        raise UsageError(f"--out {out!r} exists and is not empty: give another folder, or continue it with --resume {out}")
+        raise UsageError(
+            f"--out {out!r} exists and is not empty: give another folder, or continue it with --resume {out}"
+        )
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

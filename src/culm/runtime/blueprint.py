@@ -151,4 +151,6 @@ def _check_tied(job: Job, shapes: dict[str, tuple[int, ...]]) -> None:
     for group in job.tied:
         if len({shapes[name] for name in group}) > 1:
             listed = ", ".join(f"{name} {shapes[name]}" for name in group)
-            raise JobError(f"Job.tied joins parameters of different shapes ({listed}): shared parameters have one shape")
+            raise JobError(
+                f"Job.tied joins parameters of different shapes ({listed}): shared parameters have one shape"
+            )

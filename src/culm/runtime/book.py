@@ -51,7 +51,10 @@ class Book:
         if self.segment.last:
             assert outcome.loss is not None
             weight = 1.0 if outcome.weight is None else outcome.weight
-            values = [outcome.loss.reshape(1).double().cpu(), torch.as_tensor(weight, dtype=torch.float64).reshape(1).cpu()]
+            values = [
+                outcome.loss.reshape(1).double().cpu(),
+                torch.as_tensor(weight, dtype=torch.float64).reshape(1).cpu(),
+            ]
         for recorded in outcome.statistics.values():
             values += [tensor.reshape(-1).double().cpu() for module in recorded for tensor in module]
         return torch.cat(values) if values else torch.zeros(0, dtype=torch.float64)

@@ -77,7 +77,9 @@ class Closing:
         """Exact sums have no NaN to carry on with: what did not fit was left out, so the step must not be taken."""
         for layer in self.layers:
             if not layer.accumulator.finite:
-                raise NonFiniteLoss(f"a gradient of {layer.label} in step {step} is not finite: lower the learning rate")
+                raise NonFiniteLoss(
+                    f"a gradient of {layer.label} in step {step} is not finite: lower the learning rate"
+                )
 
     async def _totals(self, step: int) -> tuple[float, float]:
         """Sum of the losses (where known) and what the sums are divided by: M, or the weights that the loss returned."""
@@ -90,7 +92,9 @@ class Closing:
             return float(heard[0]), float(heard[1]) if self.epoch.weighted else weights
         weights = settled.weight_sum if self.epoch.weighted else weights
         if self.asks_totals and self._speaks(self.last):
-            self._tell(step, "totals", torch.tensor([settled.loss_sum, weights], dtype=torch.float64), self._without(self.last))
+            self._tell(
+                step, "totals", torch.tensor([settled.loss_sum, weights], dtype=torch.float64), self._without(self.last)
+            )
         return settled.loss_sum, weights
 
     async def _clip(self, step: int) -> float | None:

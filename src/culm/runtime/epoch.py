@@ -149,7 +149,18 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
 
 
 Message: TypeAlias = (
-    Epoch | Hello | Ready | Permit | StepReport | EvaluationReport | ShardReport | Commit | Finish | Final | Failed | Stop
+    Epoch
+    | Hello
+    | Ready
+    | Permit
+    | StepReport
+    | EvaluationReport
+    | ShardReport
+    | Commit
+    | Finish
+    | Final
+    | Failed
+    | Stop
 )
 
 encode = msgspec.msgpack.Encoder().encode

@@ -62,8 +62,7 @@ class Executor:
         self.plan = Plan.from_text(epoch.plan)
         split = any(a.kind is Kind.W for a in self.plan.workers[slot])
         self.segments = {
-            g: Segment(job, state, range(*epoch.segments[g]), split_backward=split)
-            for g in self.plan.segments_of(slot)
+            g: Segment(job, state, range(*epoch.segments[g]), split_backward=split) for g in self.plan.segments_of(slot)
         }
         self.program = self._compile(self.plan)
         self.groups: dict[int, Group] = {}

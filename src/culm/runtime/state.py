@@ -179,9 +179,7 @@ class HeldLayer:
     def buffers(self) -> dict[str, Tensor]:
         """Those that a state_dict has."""
         mine = {name for name, _ in self.module.named_parameters()}
-        return {
-            f"{self.index}.{name}": value for name, value in self.module.state_dict().items() if name not in mine
-        }
+        return {f"{self.index}.{name}": value for name, value in self.module.state_dict().items() if name not in mine}
 
     def sums(self) -> dict[str, Tensor]:
         """Views of the sum, by name of the parameter."""
@@ -191,7 +189,9 @@ class HeldLayer:
 
 def _takes_several(module: nn.Module) -> bool:
     """Whether a tuple is handed to forward as several arguments: when it names more than one, or *args."""
-    kinds = [p.kind for p in inspect.signature(module.forward).parameters.values() if p.default is inspect.Parameter.empty]
+    kinds = [
+        p.kind for p in inspect.signature(module.forward).parameters.values() if p.default is inspect.Parameter.empty
+    ]
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return inspect.Parameter.VAR_POSITIONAL in kinds or sum(kind in positional for kind in kinds) > 1
 

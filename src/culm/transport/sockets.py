@@ -115,7 +115,9 @@ def _listen(host: str, ports: range | None) -> socket.socket:
             if ports is None:
                 raise UsageError(f"can not listen on {host}: {error.strerror}") from None
     assert ports is not None
-    raise UsageError(f"all ports {ports.start} to {ports.stop - 1} on {host} are taken: give another range with --ports")
+    raise UsageError(
+        f"all ports {ports.start} to {ports.stop - 1} on {host} are taken: give another range with --ports"
+    )
 
 
 def _tune(sock: socket.socket) -> None:

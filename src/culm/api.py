@@ -1,0 +1,154 @@
+"""`culm.train`: a job on local nodes, from Python."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import sys
+import threading
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from culm.cluster.prepare import Request
+from culm.errors import UsageError
+from culm.job import STOP, Job, call
+from culm.observe.folder import claim
+from culm.providers.local import LocalNursery, LocalRun, local_run
+from culm.providers.nursery import JobSource
+from culm.testing.cluster import raised
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """How a run ended: the fields of summary.json as attributes, and the weights if the run had a folder."""
+
+    fields: Mapping[str, Any]
+    out: str | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.fields[name]
+        except KeyError:
+            raise AttributeError(f"a summary has no {name!r}: it has {', '.join(self.fields)}") from None
+
+    def weights(self) -> dict[str, Tensor]:
+        """Parameters and buffers by name, from the last checkpoint of the run folder."""
+        from culm.checkpoint import Catalog, Storage
+
+        if self.out is None:
+            raise UsageError("the run had no folder: train with out='runs/a' to keep its weights")
+        catalog = Catalog(Storage(f"{self.out.rstrip('/')}/checkpoints"))
+        reader = catalog.open(catalog.newest(verify="sizes").manifest, verify=True)
+        return {name: reader.tensor(name) for name in reader.names() if not name.startswith("optimizer.")}
+
+
+def train(
+    job: Job | Callable[[], Job] | str,
+    *,
+    pipelines: int | None = None,
+    stages: int | None = None,
+    nodes: int | None = None,
+    schedule: str = "1f1b",
+    strategy: str = "none",
+    out: str | None = None,
+    resume: str | None = None,
+    checkpoint_every: int = 0,
+    keep_last: int = 2,
+    memory: int | None = None,
+    profile: str | None = None,
+    nursery: LocalNursery | None = None,
+) -> Summary:
+    """Train a job (a Job, a function that returns one, or "FILE:function") on local nodes and wait for the end.
+
+    `Job.on_step` is called in this process. Raises UsageError before anything starts if the request is wrong, RunError
+    if the run fails; nothing is left running either way. A `nursery` that is passed in is used and left open.
+    """
+    described = call(job) if isinstance(job, str) else job if isinstance(job, Job) else job()
+    if not isinstance(described, Job):
+        raise UsageError(
+            f"culm.train was given a {type(described).__name__}: pass a culm.Job or a function that returns one"
+        )
+    request = Request(
+        pipelines=pipelines,
+        stages=stages,
+        nodes=nodes,
+        schedule=schedule,
+        strategy=strategy,
+        out=out or resume,
+        resume=resume,
+        checkpoint_every=checkpoint_every,
+        keep_last=keep_last,
+        memory=memory,
+        profile=profile,
+        gate="outside" if described.on_step is not None else "open",
+    )
+    if out is not None and out != resume:
+        claim(out)
+    own = None if nursery is not None else LocalNursery()
+    try:
+        return _from_anywhere(_train(nursery or own, described, request))  # type: ignore[arg-type]
+    finally:
+        if own is not None:
+            own.close()
+
+
+async def _train(nursery: LocalNursery, job: Job, request: Request) -> Summary:
+    async with local_run(nursery, pickled(job), request) as run:
+        if job.on_step is not None:
+            await _with_hook(run, job.on_step)
+        result = await run.result()
+    if result.summary is None:
+        raise raised(result)
+    return Summary(result.summary, request.out)
+
+
+async def _with_hook(run: LocalRun, hook: Callable[[Mapping[str, Any]], object]) -> None:
+    run.permit(run.setup.start + 1)
+    while (metrics := await run.step()) is not None:
+        if hook(metrics) is STOP:
+            run.finish(metrics["step"] + 1)
+            return
+        run.permit(metrics["step"] + 2)
+
+
+def pickled(job: Job) -> JobSource:
+    """A job on its way to the nursery. Its hook stays here, where its variables are."""
+    import cloudpickle
+
+    try:
+        data = cloudpickle.dumps(dataclasses.replace(job, on_step=None))
+    except Exception as error:
+        raise UsageError(
+            f"the job can not be taken to another process ({type(error).__name__}: {error}): "
+            "put it into a file and pass its name, as in culm.train('my_job.py:job')"
+        ) from error
+    return JobSource(pickled=data, path=tuple(sys.path))
+
+
+def _from_anywhere(main: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end, also where an event loop is running already (a notebook)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(main)
+    found: list[T] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(asyncio.run(main))
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="culm-train")
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+    return found[0]

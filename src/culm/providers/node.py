@@ -1,0 +1,104 @@
+"""A node as local processes: the agent, and the worker that it forks before it starts any thread."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import os
+import signal
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
+
+from culm.cluster.agent import Agent
+from culm.cluster.store import RemoteStore
+from culm.providers.nursery import Start, fork, readable
+from culm.runtime.clock import RealClock
+from culm.runtime.fingerprint import fingerprint
+from culm.runtime.worker import Worker
+from culm.transport.sockets import SocketTransport
+
+if TYPE_CHECKING:
+    from culm.job import Job
+
+_PR_SET_PDEATHSIG = 1
+
+
+def run_node(job: Job, order: Start) -> None:
+    """The agent's process, from its first moment to its last."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    ours, theirs = Pipe()
+    agent = os.getpid()
+
+    def child() -> None:
+        ours.close()
+        _die_with(agent)
+        _run_worker(job, order, theirs)
+
+    worker = fork(child)
+    theirs.close()
+    asyncio.run(_agent(job, order, ours, worker))
+
+
+async def _agent(job: Job, order: Start, pipe: Connection, worker: int) -> None:
+    transport = _transport(order)
+    store = RemoteStore(order.store, transport)
+
+    async def start_worker(address: str) -> None:
+        pipe.send_bytes(address.encode())
+        await _ended(worker)
+
+    agent = Agent(job, order.node, fingerprint(job), transport, RealClock(), store, start_worker)
+    try:
+        await agent.run()
+    finally:
+        _kill(worker)
+        await transport.close()
+
+
+def _run_worker(job: Job, order: Start, pipe: Connection) -> None:
+    import torch
+
+    torch.set_num_threads(job.threads)
+    address = pipe.recv_bytes().decode()
+
+    async def main() -> None:
+        transport = _transport(order)
+        try:
+            await Worker(job, order.node, address, transport, RealClock()).run()
+        finally:
+            await transport.close()
+
+    # What was imported before the fork lives for ever: collecting it again and again would only copy its pages.
+    gc.freeze()
+    asyncio.run(main())
+
+
+def _transport(order: Start) -> SocketTransport:
+    ports = range(order.ports[0], order.ports[1] + 1) if order.ports else None
+    return SocketTransport(secret=order.secret, host=order.host, ports=ports)
+
+
+def _die_with(parent: int) -> None:
+    """The kernel ends this process when its agent ends, however that comes about."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+async def _ended(pid: int) -> None:
+    """Wait for a child without blocking."""
+    descriptor = os.pidfd_open(pid)
+    try:
+        await readable(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    except (ProcessLookupError, ChildProcessError):
+        pass

@@ -1,0 +1,269 @@
+"""The nursery: one process that has torch and the job imported, and forks a node out of itself in milliseconds.
+
+    launcher ──pipe── nursery ──fork── agent 0 ──fork── worker 0
+                              ──fork── agent 1 ──fork── worker 1 ...
+
+It computes nothing and starts no threads, so that forking it is safe. Everything below it is one process group: when
+the pipe to the launcher closes, for whatever reason, it ends the group and itself, and nothing is left running.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, TypeAlias
+
+import msgspec
+
+from culm import errors
+from culm.cluster.prepare import Request
+from culm.cluster.setup import Setup
+from culm.errors import CulmError, RunError
+from culm.job import Job
+
+_REAP_S = 0.2
+
+
+class JobSource(msgspec.Struct, frozen=True):
+    """Where a job comes from: FILE[:function] with replaced fields, or the pickle that `culm.train` made of it."""
+
+    reference: str = ""
+    overrides: dict[str, str] = {}
+    pickled: bytes = b""
+    path: tuple[str, ...] = ()
+    """sys.path of the launcher, so that the same modules are found."""
+
+
+class Load(msgspec.Struct, frozen=True, tag="load"):
+    """Import the job and decide the setup of a run of it."""
+
+    source: JobSource
+    request: Request
+
+
+class Start(msgspec.Struct, frozen=True, tag="start"):
+    """Fork a node."""
+
+    node: int
+    store: str
+    secret: bytes
+    host: str = "127.0.0.1"
+    ports: tuple[int, int] | None = None
+
+
+class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
+    setup: Setup
+
+
+class Progress(msgspec.Struct, frozen=True, tag="progress"):
+    """Something long is under way."""
+
+    text: str
+    done: int
+    total: int
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """What was asked for is wrong, or failed."""
+
+    kind: str
+    message: str
+    trace: str
+
+
+class Exited(msgspec.Struct, frozen=True, tag="exited"):
+    """A node's agent has ended."""
+
+    node: int
+    status: int
+
+
+Order: TypeAlias = Load | Start
+Report: TypeAlias = Loaded | Progress | Refused | Exited
+_encode = msgspec.msgpack.Encoder().encode
+_orders = msgspec.msgpack.Decoder(Order)
+reports = msgspec.msgpack.Decoder(Report)
+orders = _encode
+
+
+class Nursery:
+    """The nursery's own side of the pipe."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._job: Job | None = None
+        self._nodes: dict[int, int] = {}
+        """Process id of an agent -> node."""
+
+    def serve(self) -> None:
+        """Obey until the launcher is gone."""
+        while True:
+            self._reap()
+            try:
+                if self._pipe.poll(_REAP_S):
+                    self._obey(_orders.decode(self._pipe.recv_bytes()))
+            except (EOFError, OSError):
+                return
+
+    def _obey(self, order: Order) -> None:
+        if isinstance(order, Start):
+            self._start(order)
+            return
+        try:
+            self._job = _load(order.source)
+        except CulmError as error:
+            self._pipe.send_bytes(_encode(_refusal(error)))
+            return
+        self._prepare(order.request)
+
+    def _prepare(self, request: Request) -> None:
+        """In a child, since trying the layers out may start threads or a GPU, after which forking is unsafe."""
+        assert self._job is not None
+        job = self._job
+
+        def child() -> None:
+            from culm.cluster.prepare import prepare
+
+            def told(text: str, done: int, total: int) -> None:
+                self._pipe.send_bytes(_encode(Progress(text, done, total)))
+
+            try:
+                self._pipe.send_bytes(_encode(Loaded(prepare(job, request, progress=told))))
+            except Exception as error:
+                self._pipe.send_bytes(_encode(_refusal(error)))
+
+        _, status = os.waitpid(fork(child), 0)
+        if os.WIFSIGNALED(status):
+            text = (
+                f"trying the layers out ended with signal {os.WTERMSIG(status)}: is there enough memory for one layer?"
+            )
+            self._pipe.send_bytes(_encode(Refused("RunError", text, "")))
+
+    def _start(self, order: Start) -> None:
+        job = self._job
+        assert job is not None
+
+        def child() -> None:
+            from culm.providers.node import run_node
+
+            self._pipe.close()
+            run_node(job, order)
+
+        self._nodes[fork(child)] = order.node
+
+    def _reap(self) -> None:
+        while self._nodes:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            if pid in self._nodes:
+                report = Exited(self._nodes.pop(pid), os.waitstatus_to_exitcode(status))
+                self._pipe.send_bytes(_encode(report))
+
+
+def fork(child: Callable[[], None]) -> int:
+    """Run a function in a forked process that ends with it, whatever happens; returns the process id."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        child()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+async def readable(descriptor: int) -> None:
+    """Wait for a pipe or a process descriptor without blocking the loop."""
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[None] = loop.create_future()
+
+    def settle() -> None:
+        if not ready.done():
+            ready.set_result(None)
+
+    loop.add_reader(descriptor, settle)
+    try:
+        await ready
+    finally:
+        loop.remove_reader(descriptor)
+
+
+def _load(source: JobSource) -> Job:
+    from culm.job import load, override
+    from culm.runtime.keys import seed_everything
+
+    sys.path[:] = [*source.path, *(p for p in sys.path if p not in source.path)]
+    seed_everything(0)  # layers given as modules get their initial weights here
+    if not source.pickled:
+        return load(source.reference, source.overrides)
+    import cloudpickle
+
+    try:
+        job = cloudpickle.loads(source.pickled)
+    except Exception as error:
+        raise errors.JobError(
+            f"the job can not be taken to another process: {type(error).__name__}: {error}; "
+            "put it into a file and use culm run"
+        ) from error
+    assert isinstance(job, Job)
+    return override(job, source.overrides)
+
+
+def _refusal(error: Exception) -> Refused:
+    trace = "".join(traceback.format_exception(error))
+    if isinstance(error, CulmError):
+        return Refused(type(error).__name__, str(error), trace)
+    return Refused("RunError", f"{type(error).__name__}: {error}", trace)
+
+
+def refused(report: Refused) -> CulmError:
+    """The error behind a refusal, in the launcher."""
+    kind: type[CulmError] = getattr(errors, report.kind, RunError)
+    error = kind(report.message)
+    error.trace = report.trace
+    return error
+
+
+def main(descriptor: int) -> None:
+    """The nursery process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's business
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # looking for a GPU must not start one here
+    import torch
+
+    torch.set_num_threads(1)
+    _preload()
+    try:
+        Nursery(Connection(descriptor)).serve()
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.killpg(0, signal.SIGKILL)
+
+
+def _preload() -> Any:
+    """Import what every node needs, once."""
+    import torch.distributed.pipelining._backward
+    import torch.utils.flop_counter
+
+    from culm.providers import node
+
+    return node, torch
+
+
+if __name__ == "__main__":
+    # Run as a module this file is __main__; the messages must be those of the importable module.
+    from culm.providers import nursery
+
+    nursery.main(int(sys.argv[1]))
