@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from culm.checkpoint import Catalog, Manifest, Storage
@@ -42,6 +43,8 @@ class Request:
     resume: str | None = None
     profile: str | None = None
     memory: int | None = None
+    cuts: tuple[int, ...] | None = None
+    """The layers at which segments 1, 2, ... begin; None: cut so that the slowest stage is as fast as possible."""
     gate: Gate | None = None
 
 
@@ -92,12 +95,24 @@ def _check(job: Job, request: Request) -> None:
         value = getattr(request, field)
         if value is not None and value < 1:
             raise UsageError(f"--{field} is {value}: use a whole number of at least 1")
+    if request.cuts is not None:
+        _check_cuts(job, request, request.cuts)
     if request.checkpoint_every < 0 or request.keep_last < 1:
         raise UsageError("--checkpoint-every must be at least 0 and --keep-last at least 1")
     if request.pipelines is not None and request.pipelines > job.micro_batches:
         raise UsageError(
             f"--pipelines {request.pipelines} is more than the {job.micro_batches} micro-batches of a step: "
             f"use at most {job.micro_batches}, or a smaller micro_batch"
+        )
+
+
+def _check_cuts(job: Job, request: Request, cuts: tuple[int, ...]) -> None:
+    segments = (request.stages or 1) * (request.ranges if request.schedule == "interleaved" else 1)
+    rising = all(a < b for a, b in pairwise((0, *cuts, len(job.layers))))
+    if len(cuts) != segments - 1 or not rising:
+        raise UsageError(
+            f"--cuts {','.join(map(str, cuts))} does not cut {len(job.layers)} layers into {segments} segments: "
+            f"give {segments - 1} rising layer numbers between 1 and {len(job.layers) - 1}"
         )
 
 
@@ -133,7 +148,7 @@ def _shape(job: Job, request: Request, profile: Profile) -> tuple[int, int, tupl
             raise UsageError(
                 f"--nodes {request.nodes} is not --pipelines {pipelines} x --stages {stages}: leave one of them out"
             )
-        cuts = partition(profile.layers, stages, memory=request.memory, ranges=ranges)
+        cuts = request.cuts or partition(profile.layers, stages, memory=request.memory, ranges=ranges)
         return pipelines, stages, cuts, f"{pipelines} pipelines x {stages} stages, as asked"
     choice = choose(
         profile,

@@ -67,13 +67,14 @@ def fit(
     """As `partition`, but None when nothing fits, and the counts are taken to be right."""
     segments = stages * ranges
     sums = _Sums.of(costs, segments, in_flight)
-    limits = [math.inf if memory is None else memory] * segments
+    room = math.inf if memory is None else memory
+    limits = [room] * segments
     while (cuts := _fastest(sums, limits)) is not None:
         need = sums.needs(cuts)
-        crowded = next((s for s in range(stages) if memory is not None and sum(need[s::stages]) > memory), None)
-        if memory is None or crowded is None:
+        crowded = next((s for s in range(stages) if sum(need[s::stages]) > room), None)
+        if crowded is None:
             return cuts
-        if not _share(limits, need, range(crowded, segments, stages), memory, spans(cuts, len(costs))):
+        if not _share(limits, need, range(crowded, segments, stages), room, spans(cuts, len(costs))):
             return None
     return None
 
@@ -169,14 +170,14 @@ def _follow(ends: Iterable[Sequence[int]]) -> Cuts:
     return tuple(accumulate(ends, lambda i, end: end[i], initial=0))[1:]
 
 
-def _share(limits: list[float], need: Sequence[int], stage: range, memory: int, held: Sequence[range]) -> bool:
+def _share(limits: list[float], need: Sequence[int], stage: range, room: float, held: Sequence[range]) -> bool:
     """Divide the memory of a crowded stage among its segments: the fullest that can shrink gives up the excess."""
     able = [g for g in stage if len(held[g]) > 1]
     if not able:
         return False
     for g in stage:
         limits[g] = need[g]
-    limits[max(able, key=need.__getitem__)] -= sum(need[g] for g in stage) - memory
+    limits[max(able, key=need.__getitem__)] -= sum(need[g] for g in stage) - room
     return True
 
 

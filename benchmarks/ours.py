@@ -1,0 +1,98 @@
+"""culm's side of the comparison: the same jobs on local nodes, with the gate in the bench's hand."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Self
+
+from benchmarks.peer import stages_per_worker, workers_of
+from culm.api import pickled
+from culm.cluster.prepare import Request
+from culm.errors import RunError
+from culm.job import Job
+from culm.providers.local import LocalNursery, LocalRun, local_run
+
+if TYPE_CHECKING:
+    from benchmarks.job import Cut, Spec
+
+ENDLESS = 1_000_000_000
+
+
+class CulmPipeline:
+    """One pipeline of culm's, set up and idle between rounds: nodes wait for permission in a blocking read."""
+
+    def __init__(
+        self, spec: Spec, cut: Cut, schedule: str, *, nursery: LocalNursery, exact: bool = False, strategy: str = "none"
+    ) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._stack = AsyncExitStack()
+        self._done = 0
+        request = Request(
+            pipelines=1,
+            stages=workers_of(cut, schedule),
+            schedule=schedule,
+            ranges=stages_per_worker(schedule),
+            strategy=strategy,
+            cuts=tuple(part.start for part in cut[1:]),
+            gate="outside",
+        )
+        opened = local_run(nursery, pickled(job_of(spec, exact=exact)), request)
+        self._run: LocalRun = self._loop.run_until_complete(self._stack.enter_async_context(opened))
+
+    def round(self, steps: int) -> float:
+        """Seconds from the word go to the moment when every node has finished that many steps."""
+        start = time.perf_counter()
+        self._loop.run_until_complete(self._advance(steps))
+        return time.perf_counter() - start
+
+    async def _advance(self, steps: int) -> None:
+        self._done += steps
+        self._run.permit(self._done)
+        for _ in range(steps):
+            if await self._run.step() is None:
+                result = await self._run.result()
+                raise RunError(f"culm's side of the bench ended early: {result.message}")
+
+    def close(self) -> None:
+        """End the nodes; the nursery stays."""
+        if not self._loop.is_closed():
+            self._run.finish(self._done)
+            self._loop.run_until_complete(self._run.result())
+            self._loop.run_until_complete(self._stack.aclose())
+            self._loop.close()
+
+
+class CulmPool:
+    """Makes CulmPipelines out of one nursery."""
+
+    def __init__(self) -> None:
+        self.nursery = LocalNursery()
+
+    def __call__(self, spec: Spec, cut: Cut, schedule: str, *, exact: bool = False) -> CulmPipeline:
+        return CulmPipeline(spec, cut, schedule, nursery=self.nursery, exact=exact)
+
+    def close(self) -> None:
+        self.nursery.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def job_of(spec: Spec, *, exact: bool = False) -> Job:
+    """The spec as a user of culm would write it."""
+    return Job(
+        layers=list(spec.layers()),
+        loss=spec.loss,
+        optimizer=spec.optimizer,
+        data=spec.data(),
+        global_batch=spec.micro_batch * spec.micro_batches,
+        micro_batch=spec.micro_batch,
+        steps=ENDLESS,
+        seed=spec.seed,
+        exact=exact,
+    )
