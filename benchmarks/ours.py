@@ -95,4 +95,5 @@ def job_of(spec: Spec, *, exact: bool = False) -> Job:
         steps=ENDLESS,
         seed=spec.seed,
         exact=exact,
+        device="cpu",
     )

@@ -3,8 +3,8 @@
 On one machine, as four processes in two pipelines of two stages:
     culm run examples/resnet.py --pipelines 2 --stages 2 --steps 50 --out runs/a
 
-With the schedule that fills the bubbles, and a node that vanishes on the way:
-    culm run examples/resnet.py --pipelines 2 --stages 2 --steps 50 --schedule zb --out runs/b --kill "node=1 step=7"
+With the schedule that fills the bubbles:
+    culm run examples/resnet.py --pipelines 2 --stages 2 --steps 50 --schedule zb --out runs/b
 """
 
 import torch

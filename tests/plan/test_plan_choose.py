@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from culm.errors import PlanError, ScheduleError
 from culm.plan import LayerCost, Profile, choose, live, one_f_one_b, partition, spans
-from culm.plan.predict import Candidate, Shape, Task, predict
+from culm.plan.predict import Candidate, Shape, Task, predict, work_bound
 from culm.schedule import Costs, generate, timing
 
 schedules = st.sampled_from(["gpipe", "1f1b", "zb", "interleaved"])
@@ -43,40 +43,57 @@ a_layer = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=40)
-@given(
-    st.lists(a_layer, min_size=2, max_size=7),
-    st.integers(1, 14),
-    st.integers(1, 10),
-    schedules,
-    st.none() | st.integers(20, 90),
-)
-def test_no_shape_beats_the_chosen_one(
-    layers: list[LayerCost], nodes: int, micro_batches: int, schedule: str, memory: int | None
-) -> None:
-    ranges = 2 if schedule == "interleaved" else 1
-    every = [
-        Shape(D, P) for D in range(1, micro_batches + 1) for P in range(1, len(layers) // ranges + 1) if nodes >= D * P
-    ]
-    task = Task(
+models = st.lists(a_layer, min_size=2, max_size=7)
+
+
+def task(layers: list[LayerCost], nodes: int, micro_batches: int, schedule: str, memory: int | None = None) -> Task:
+    return Task(
         layers=tuple(layers),
         nodes=nodes,
         micro_batches=micro_batches,
         schedule=schedule,
-        ranges=ranges,
+        ranges=2 if schedule == "interleaved" else 1,
         memory=memory,
         bandwidth=1.0,
     )
-    possible = [candidate for shape in every if (candidate := predict(task, shape))]
-    asked: dict[str, Any] = {"nodes": nodes, "micro_batches": micro_batches, "schedule": schedule, "memory": memory}
+
+
+@settings(deadline=None, max_examples=40)
+@given(models, st.integers(1, 14), st.integers(1, 10), schedules, st.none() | st.integers(20, 90))
+def test_no_shape_beats_the_chosen_one(
+    layers: list[LayerCost], nodes: int, micro_batches: int, schedule: str, memory: int | None
+) -> None:
+    asked = task(layers, nodes, micro_batches, schedule, memory)
+    depths = range(1, len(layers) // asked.ranges + 1)
+    every = [Shape(D, P) for D in range(1, micro_batches + 1) for P in depths if nodes >= D * P]
+    possible = [candidate for shape in every if (candidate := predict(asked, shape))]
+    fixed: dict[str, Any] = {"nodes": nodes, "micro_batches": micro_batches, "schedule": schedule, "memory": memory}
     if not possible:
         with pytest.raises(PlanError):
-            choose(profile(*layers), bandwidth=1.0, **asked)
+            choose(profile(*layers), bandwidth=1.0, **fixed)
         return
-    choice = choose(profile(*layers), bandwidth=1.0, **asked)
+    choice = choose(profile(*layers), bandwidth=1.0, **fixed)
     near = [c for c in possible if c.step_s <= 1.02 * min(p.step_s for p in possible)]
     assert choice.best == min(near, key=lambda c: (c.idle, c.step_s, c.stages))
     assert memory is None or all(row.memory <= memory for row in choice.table)
+
+
+@settings(deadline=None, max_examples=60)
+@given(models, st.integers(1, 4), st.integers(1, 4), st.integers(4, 10), schedules)
+@example([layer()] * 4, 1, 4, 8, "zb")
+def test_a_shape_is_given_up_only_if_its_step_is_longer(
+    layers: list[LayerCost], pipelines: int, stages: int, micro_batches: int, schedule: str
+) -> None:
+    asked = task(layers, 16, micro_batches, schedule)
+    shape = Shape(pipelines, min(stages, len(layers) // asked.ranges))
+    candidate = predict(asked, shape)
+    assert candidate is not None
+    assert work_bound(asked, shape) <= candidate.step_s * (1 + 1e-9)
+    assert predict(asked, shape, enough=candidate.step_s * (1 + 1e-9)) == candidate
+
+
+def test_a_shape_that_takes_far_too_long_is_given_up() -> None:
+    assert predict(task([layer()] * 4, 4, 8, "1f1b"), Shape(1, 4), enough=11 * 3 - 0.1) is None
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb", "interleaved"])

@@ -102,6 +102,13 @@ def test_a_crowded_interleaved_stage_hands_layers_to_the_others() -> None:
     assert max(stage_memory(costs, 2, held, one_f_one_b())) <= 12
 
 
+def test_a_large_layer_alone_does_not_keep_its_interleaved_stage_from_fitting() -> None:
+    # Segment 0 is one layer and can not shrink: the other segment of the stage gives way.
+    costs = [layer(9, resident=8), *[layer(3, resident=2) for _ in range(8)]]
+    assert stage_memory(costs, 2, partition(costs, 2, ranges=2), one_f_one_b()) == (14, 10)
+    assert partition(costs, 2, ranges=2, memory=12) == (1, 4, 6)
+
+
 def test_equal_layers_are_cut_evenly() -> None:
     assert partition(layers(*[0.1] * 12), 4) == (3, 6, 9)
 

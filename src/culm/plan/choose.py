@@ -8,7 +8,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from culm.errors import PlanError
-from culm.plan.partition import Cuts, check_counts, count, fit, fitting, misfit, size
+from culm.plan.partition import Cuts, check_counts, count, fit, fitting, hopeless, misfit, size
 from culm.plan.predict import Candidate, Shape, Task, live, predict, work_bound
 
 if TYPE_CHECKING:
@@ -104,13 +104,13 @@ def _shapes(task: Task, pipelines: int | None, stages: int | None) -> list[Shape
 def _time_all(task: Task, shapes: list[Shape]) -> list[Candidate]:
     """The candidates, most promising first, as long as there can be a better one or the table is short."""
     bound = {shape: work_bound(task, shape) for shape in shapes}
-    hopeless = {P for P in {shape.stages for shape in shapes} if not _fits_at_best(task, P)}
+    possible = {P for P in {shape.stages for shape in shapes} if _fits_at_best(task, P)}
     found: list[Candidate] = []
     for shape in sorted(shapes, key=bound.__getitem__):
         enough = (1 + NEAR) * min(c.step_s for c in found) if len(found) >= ROWS else math.inf
         if bound[shape] > enough:
             break
-        candidate = None if shape.stages in hopeless else predict(task, shape, enough)
+        candidate = predict(task, shape, enough) if shape.stages in possible else None
         found += [candidate] if candidate else []
     return found
 
@@ -180,10 +180,12 @@ def _nothing_fits(task: Task, pipelines: int | None, stages: int | None) -> str:
     def in_flight(segment: int, segments: int) -> int:
         return peaks(segments)[segment]
 
-    fits_at_best = any(_fits_at_best(task, P) for P in range(1, len(layers) // task.ranges + 1))
-    deep = fitting(layers, memory=memory, in_flight=in_flight, ranges=task.ranges) if fits_at_best else []
-    if stages or not deep:
-        return misfit(layers, stages or 1, memory=memory, in_flight=in_flight, ranges=task.ranges)
+    if stages:
+        return misfit(layers, stages, memory=memory, in_flight=in_flight, ranges=task.ranges)
+    deeper = range(task.nodes // D + 1, len(layers) // task.ranges + 1)
+    deep = fitting(layers, deeper, memory=memory, in_flight=in_flight, ranges=task.ranges)
+    if not deep:
+        return hopeless(layers, memory)
     would = f"{count(D, 'pipeline')} of {count(deep[0], 'stage')} would fit"
     few = f"any shape on {count(task.nodes, 'node')}"
     return f"memory is {size(memory)}, too little for {few}: {would}; use --nodes {D * deep[0]}"

@@ -196,27 +196,32 @@ def check_counts(layers: int, stages: int, ranges: int) -> None:
     raise PlanError(f"stages is {stages}: {count(layers, 'layer')} can fill at most {fill}; use --stages {most}")
 
 
-def fitting(costs: Sequence[LayerCost], *, memory: int, in_flight: InFlight, ranges: int = 1) -> list[int]:
-    """The numbers of stages for which a cut fits."""
-    depths = range(1, len(costs) // ranges + 1)
-    return [n for n in depths if fit(costs, n, memory=memory, in_flight=in_flight, ranges=ranges) is not None]
-
-
 def misfit(costs: Sequence[LayerCost], stages: int, *, memory: int, in_flight: InFlight, ranges: int = 1) -> str:
     """Why that many stages do not fit, and the nearest that would, in a sentence."""
-    for index, cost in enumerate(costs):
-        if (alone := cost.resident_bytes + cost.activation_bytes) > memory:
-            return f"layer {index} ({cost.name}) alone needs {size(alone)}, and memory is {size(memory)}: {_RELIEF}"
-    begin = f"memory is {size(memory)}, too little for {count(stages, 'stage')}"
-    depths = fitting(costs, memory=memory, in_flight=in_flight, ranges=ranges)
+    every = range(1, len(costs) // ranges + 1)
+    depths = fitting(costs, every, memory=memory, in_flight=in_flight, ranges=ranges)
     if not depths:
-        return f"memory is {size(memory)}, too little for any number of stages: {_RELIEF}"
+        return hopeless(costs, memory)
+    begin = f"memory is {size(memory)}, too little for {count(stages, 'stage')}"
     if depths[0] > stages:
         return f"{begin}: at least {count(depths[0], 'stage')} are needed; use --stages {depths[0]}"
     return f"{begin}: use --stages {min(depths, key=lambda n: abs(n - stages))}"
 
 
-_RELIEF = "use a larger device or a smaller micro-batch"
+def fitting(
+    costs: Sequence[LayerCost], depths: range, *, memory: int, in_flight: InFlight, ranges: int = 1
+) -> list[int]:
+    """Those numbers of stages for which a cut fits."""
+    return [n for n in depths if fit(costs, n, memory=memory, in_flight=in_flight, ranges=ranges) is not None]
+
+
+def hopeless(costs: Sequence[LayerCost], memory: int) -> str:
+    """Why no number of stages fits: a layer that is too large by itself, or else all of it."""
+    relief = "use a larger device or a smaller micro-batch"
+    for index, cost in enumerate(costs):
+        if (alone := cost.resident_bytes + cost.activation_bytes) > memory:
+            return f"layer {index} ({cost.name}) alone needs {size(alone)}, and memory is {size(memory)}: {relief}"
+    return f"memory is {size(memory)}, too little for any number of stages: {relief}"
 
 
 def count(number: int, noun: str) -> str:
