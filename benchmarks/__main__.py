@@ -8,6 +8,7 @@ import sys
 
 from benchmarks import pipeline
 from benchmarks.ours import CulmPool
+from benchmarks.probes import probes
 
 
 def main() -> None:
@@ -22,6 +23,7 @@ def main() -> None:
             quick=given.quick,
             stages=[int(s) for s in given.stages.split(",")],
             schedules=given.schedules.split(","),
+            probes=probes(culm, quick=given.quick),
             progress=lambda line: print(line, file=sys.stderr, flush=True),
         )
     print(json.dumps(result))

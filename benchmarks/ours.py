@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from benchmarks.peer import stages_per_worker, workers_of
@@ -29,6 +31,9 @@ class CulmPipeline:
         self._loop = asyncio.new_event_loop()
         self._stack = AsyncExitStack()
         self._done = 0
+        self._group = nursery.pid
+        self.cpu_s = 0.0
+        """CPU seconds of all nodes in the last round, agents included."""
         request = Request(
             pipelines=1,
             stages=workers_of(cut, schedule),
@@ -43,9 +48,11 @@ class CulmPipeline:
 
     def round(self, steps: int) -> float:
         """Seconds from the word go to the moment when every node has finished that many steps."""
-        start = time.perf_counter()
+        before, start = cpu_seconds(self._group), time.perf_counter()
         self._loop.run_until_complete(self._advance(steps))
-        return time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        self.cpu_s = cpu_seconds(self._group) - before
+        return seconds
 
     async def _advance(self, steps: int) -> None:
         self._done += steps
@@ -97,3 +104,14 @@ def job_of(spec: Spec, *, exact: bool = False) -> Job:
         exact=exact,
         device="cpu",
     )
+
+
+def cpu_seconds(group: int) -> float:
+    """CPU time that the living processes of a group have used."""
+    ticks = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            fields = stat.read_text().rpartition(")")[2].split()
+            if int(fields[2]) == group:
+                ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")

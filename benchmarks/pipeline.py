@@ -21,7 +21,7 @@ from benchmarks.peer import TorchPool, stages_per_worker
 from benchmarks.ranks import Unavailable
 from culm.errors import UsageError
 
-PROBES = ("exact_cost", "us_per_action")
+PROBES = ("exact_cost", "us_per_action", "us_per_action_torch", "kept_bytes")
 """Figures that stand beside the rows; None where no probe for them was given."""
 
 
@@ -57,6 +57,8 @@ class Result(TypedDict):
     ratio_median: float | None
     exact_cost: Any
     us_per_action: Any
+    us_per_action_torch: Any
+    kept_bytes: Any
     cores: int
     workers: int
 
@@ -144,6 +146,8 @@ def result(rows: Sequence[Row], *, workers: int, probes: Mapping[str, Probe]) ->
         ratio_median=median(ratios) if ratios else None,
         exact_cost=probed["exact_cost"],
         us_per_action=probed["us_per_action"],
+        us_per_action_torch=probed["us_per_action_torch"],
+        kept_bytes=probed["kept_bytes"],
         cores=cores(),
         workers=workers,
     )

@@ -10,16 +10,18 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from culm.cluster.prepare import Request
+from culm.cluster.setup import Request
 from culm.errors import UsageError
-from culm.job import STOP, Job, call
-from culm.observe.folder import claim
+from culm.job import MODULES, STOP, Job, call
+from culm.observe.folder import claim, vacant
 from culm.providers.local import LocalNursery, LocalRun, local_run
 from culm.providers.nursery import JobSource
-from culm.testing.cluster import raised
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from culm.cluster.setup import Setup
+    from culm.job import Hook
 
 T = TypeVar("T")
 
@@ -88,27 +90,37 @@ def train(
         profile=profile,
         gate="outside" if described.on_step is not None else "open",
     )
-    if out is not None and out != resume:
-        claim(out)
+    fresh = out if out != resume else None
+    if fresh is not None:
+        vacant(fresh)
+    source = JobSource(reference=job, path=tuple(sys.path)) if isinstance(job, str) else pickled(described)
     own = None if nursery is not None else LocalNursery()
     try:
-        return _from_anywhere(_train(nursery or own, described, request))  # type: ignore[arg-type]
+        return _from_anywhere(_train(nursery or own, source, request, described.on_step, fresh))  # type: ignore[arg-type]
     finally:
         if own is not None:
             own.close()
 
 
-async def _train(nursery: LocalNursery, job: Job, request: Request) -> Summary:
-    async with local_run(nursery, pickled(job), request) as run:
-        if job.on_step is not None:
-            await _with_hook(run, job.on_step)
+async def _train(
+    nursery: LocalNursery, source: JobSource, request: Request, hook: Hook | None, fresh: str | None
+) -> Summary:
+    """One run. `fresh` is a folder to make as soon as the request is known to be right."""
+
+    def prepared(_: Setup) -> None:
+        if fresh is not None:
+            claim(fresh)
+
+    async with local_run(nursery, source, request, prepared=prepared) as run:
+        if hook is not None:
+            await _with_hook(run, hook)
         result = await run.result()
     if result.summary is None:
-        raise raised(result)
+        raise result.failure()
     return Summary(result.summary, request.out)
 
 
-async def _with_hook(run: LocalRun, hook: Callable[[Mapping[str, Any]], object]) -> None:
+async def _with_hook(run: LocalRun, hook: Hook) -> None:
     run.permit(run.setup.start + 1)
     while (metrics := await run.step()) is not None:
         if hook(metrics) is STOP:
@@ -121,6 +133,8 @@ def pickled(job: Job) -> JobSource:
     """A job on its way to the nursery. Its hook stays here, where its variables are."""
     import cloudpickle
 
+    for module in [module for name, module in sys.modules.items() if name.startswith(MODULES)]:
+        cloudpickle.register_pickle_by_value(module)  # no other process knows a job file under that name
     try:
         data = cloudpickle.dumps(dataclasses.replace(job, on_step=None))
     except Exception as error:

@@ -182,6 +182,10 @@ def _tied(groups: Sequence[Sequence[str]], layers: int) -> None:
             seen.add(name)
 
 
+MODULES = "culm_job_"
+"""What the names of modules begin with that were made of job files."""
+
+
 def load(reference: str, overrides: Mapping[str, str] | None = None) -> Job:
     """The job that `FILE[:function]` describes, with fields replaced by `--set field=value`."""
     job = call(reference)
@@ -192,22 +196,45 @@ def call(reference: str) -> Job:
     """Import the file, call the function and insist on a Job."""
     path, _, name = reference.partition(":")
     name = name or "job"
-    function = getattr(module(path), name, None)
+    found = module(path)
+    function = getattr(found, name, None)
     if function is None:
-        found = [n for n, v in vars(module(path)).items() if callable(v) and not n.startswith("_")]
-        raise JobError(f"{path} has no function {name!r}{_did_you_mean(name, found)}")
-    made = function() if callable(function) and not isinstance(function, Job) else function
+        raise JobError(f"{path} has no function {name!r}{_did_you_mean(name, _functions(found))}")
+    made = _called(f"{path}:{name}", function) if callable(function) else function
     if not isinstance(made, Job):
-        raise JobError(f"{path}:{name} gave a {type(made).__name__}, not a culm.Job: return culm.Job(...)")
+        kind = type(made).__name__
+        raise JobError(f"{path}:{name} returned a value of type {kind}, not a culm.Job: return culm.Job(...)")
     return made
+
+
+def _functions(found: Any) -> list[str]:
+    """What the file itself defines, without what it imported."""
+    own = {n: v for n, v in vars(found).items() if callable(v) and getattr(v, "__module__", "") == found.__name__}
+    return [name for name in own if not name.startswith("_")]
+
+
+def _called(label: str, function: Callable[[], object]) -> object:
+    try:
+        return function()
+    except JobError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise JobError(f"{label} raised {type(error).__name__}: {error}") from error
+
+
+def locate(reference: str) -> Path:
+    """The file of `FILE[:function]`, which must be there; nothing is imported."""
+    path = reference.partition(":")[0]
+    file = Path(path).resolve()
+    if not file.is_file():
+        raise JobError(f"there is no job file {path!r}: give a Python file, as in 'culm run examples/gpt.py'")
+    return file
 
 
 def module(path: str) -> Any:
     """The module of a job file, imported once under its stem, so that the classes in it have one identity."""
-    file = Path(path).resolve()
-    if not file.is_file():
-        raise JobError(f"there is no job file {path!r}: give a Python file, as in 'culm run examples/gpt.py'")
-    name = f"culm_job_{file.stem}"
+    file = locate(path)
+    name = f"{MODULES}{file.stem}"
     loaded = sys.modules.get(name)
     if loaded is not None and getattr(loaded, "__file__", None) == str(file):
         return loaded
@@ -219,10 +246,10 @@ def module(path: str) -> Any:
     sys.path.insert(0, str(file.parent))
     try:
         spec.loader.exec_module(loaded)
-    except JobError:
-        raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
+        if isinstance(error, JobError):
+            raise
         raise JobError(f"{path} could not be imported: {type(error).__name__}: {error}") from error
     return loaded
 
@@ -236,8 +263,16 @@ _SETTABLE = {
 
 def override(job: Job, values: Mapping[str, str]) -> Job:
     """A copy of the job with fields replaced, each parsed by the type of the field."""
-    changes = {name: _parse(name, text) for name, text in values.items()}
+    changes = parse(values)
     return dataclasses.replace(job, **changes) if changes else job
+
+
+def parse(values: Mapping[str, str]) -> dict[str, Any]:
+    """The values of `--set field=value`. Raises JobError for a field that is not there, or a value of a wrong type."""
+    return {name: _parse(name, text) for name, text in values.items()}
+
+
+_WORDS = {"bool": "true or false", "int": "a whole number", "float": "a number"}
 
 
 def _parse(name: str, text: str) -> Any:
@@ -254,7 +289,8 @@ def _parse(name: str, text: str) -> Any:
         if kind.startswith("float"):
             return float(text)
     except (KeyError, ValueError):
-        raise JobError(f"--set {name}={text}: the field takes a value of type {kind}") from None
+        words = _WORDS[kind.partition(" ")[0]]
+        raise JobError(f"--set {name}={text}: the field {name} takes {words}, not {text!r}") from None
     return text
 
 

@@ -1,0 +1,66 @@
+"""`culm`: one file a verb.
+
+    run       train a job on local nodes
+    profile   what each layer costs
+    schedule  a schedule as a picture
+    export    the weights of a checkpoint as one file
+    bench     how fast it is, beside others
+
+    launch    a run from outside: nursery, signals, and what user code prints
+    display   progress on a terminal, in a log, or not at all
+    tables    what a run was set up as, and its ledger
+    values    options that are more than a number
+    failing   errors as one sentence and an exit code
+
+Nothing here imports torch until a verb needs it, so that help and pictures come in a blink.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated, cast
+
+import typer
+
+import culm
+from culm.cli import bench, export, profile, run, schedule
+from culm.cli.failing import say
+
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("run")(run.run)
+app.command("profile")(profile.profile)
+app.command("schedule")(schedule.schedule)
+app.command("export")(export.export)
+app.command("bench")(bench.bench)
+
+_Refused = cast("type[typer.BadParameter]", typer.BadParameter.__base__)
+"""The error behind every wrong option. Typer brings its class along in different places, depending on its version."""
+
+
+@app.callback(invoke_without_command=True)
+def culm_command(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and end.")] = False,
+) -> None:
+    """Train large models on machines that vanish: a preemption never changes what is learned."""
+    if version:
+        print(f"culm {culm.__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command. Exit codes: 0 done; 1 the run failed; 2 the request was wrong; 128 + n ended by signal n."""
+    try:
+        code = app(args=arguments, prog_name="culm", standalone_mode=False)
+    except _Refused as error:
+        say(error.format_message())
+        code = 2
+    sys.exit(code or 0)

@@ -1,14 +1,14 @@
-"""The agent: a small coroutine on each node. It joins, starts the worker, passes epochs on and, if it is first, leads."""
+"""The agent: a small coroutine on each node. It joins, starts the worker, passes epochs on and, if first, leads."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from culm.cluster.leader import Leader
-from culm.cluster.setup import NodeRecord, decode_setup, encode
+from culm.cluster.setup import NodeRecord, Result, Setup, decode_setup, encode
 from culm.cluster.store import RemoteStore, Store
 from culm.errors import NodeLost, RunError
 from culm.runtime import epoch as letters
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 StartWorker = Callable[["Address"], "Awaitable[None]"]
 """Starts the worker of this node, given the agent's address; the awaitable ends when the worker does."""
+_PATIENCE_S = 5.0
+"""How long a worker may take to end by itself, and a leader to put the result into the store."""
 
 
 class Agent:
@@ -42,60 +44,66 @@ class Agent:
         self._leader: Leader | None = None
 
     async def run(self) -> None:
-        """Until the run has a result, the worker died, or the store is out of reach."""
+        """Until the run has a result, the worker died, or the store is out of reach; then nothing of it is left.
+
+        The node's session in the store should end right after: that is how the others hear of a node that is gone.
+        """
         reading = asyncio.create_task(self._read_letters())
         worker = asyncio.ensure_future(self._start_worker(self.transport.address))
         following = asyncio.create_task(self._follow())
-        tasks = [reading, worker, following]
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if worker.done() and not following.done():
-                await self._worker_ended(following)
+            await asyncio.wait([reading, worker, following], return_when=asyncio.FIRST_COMPLETED)
+            if following.done():
+                await asyncio.wait([worker], timeout=_PATIENCE_S)  # it was told to stop, and may have to tidy up
+            elif worker.done() and self._leader is not None:
+                self._leader.inbox.put_nowait(self._leader.lost(self.node))
+                await asyncio.wait([following], timeout=_PATIENCE_S)
         finally:
-            for task in tasks:
-                task.cancel()
-            for task in tasks:
-                with contextlib.suppress(asyncio.CancelledError, RunError):
-                    await task
-
-    async def _worker_ended(self, following: asyncio.Task[None]) -> None:
-        """After a result that is the normal end; before, the node leaves by ending its session in the store."""
-        if self._leader is not None:
-            self._leader.inbox.put_nowait(
-                NodeLost(f"the worker of node {self.node} died, and nobody else holds its layers")
-            )
-        with contextlib.suppress(asyncio.TimeoutError, RunError):
-            await asyncio.wait_for(asyncio.shield(following), timeout=0.2 if self._leader is None else 10.0)
+            await _ended(reading, worker, following)
 
     async def _follow(self) -> None:
         """Join, lead if nobody does, and pass on what the store says until there is a result."""
-        worker = await self._worker_address
-        leading = await self._lead_if_first()
-        record = NodeRecord(self.node, self.transport.address, worker, self.fingerprint)
-        await self.store.put(f"nodes/{self.node}", encode(record), session=True)
-        passing = asyncio.create_task(self._pass_epochs(worker))
-        try:
-            async for _, value in self.store.watch("result"):
-                if value is not None:
-                    self.transport.post(worker, letters.encode(letters.Stop()))
-                    return
-        finally:
-            passing.cancel()
-            if leading is not None:
-                leading.cancel()
-
-    async def _lead_if_first(self) -> asyncio.Task[None] | None:
-        if not await self.store.swap("leader", None, self.transport.address.encode()):
-            return None
+        await self._join()  # before the worker is up, so that its death is noticed from the first moment on
         setup = await self.store.get("setup")
         assert setup is not None
-        self._leader = Leader(self.job, decode_setup(setup), self.transport, self.clock, self.store)
-        return asyncio.create_task(self._leader.run())
+        first = await self.store.swap("leader", None, str(self.node).encode(), session=True)
+        watching = asyncio.create_task(self._lead(decode_setup(setup)) if first else self._mourn(decode_setup(setup)))
+        passing = asyncio.create_task(self._pass_epochs())
+        try:
+            await self._join(await self._worker_address)
+            await self._await_result()
+            self.transport.post(await self._worker_address, letters.encode(letters.Stop()))
+        finally:
+            await _ended(watching, passing)
 
-    async def _pass_epochs(self, worker: Address) -> None:
+    async def _join(self, worker: Address = "") -> None:
+        record = NodeRecord(self.node, self.transport.address, worker, self.fingerprint)
+        await self.store.put(f"nodes/{self.node}", encode(record), session=True)
+
+    async def _lead(self, setup: Setup) -> None:
+        self._leader = Leader(self.job, setup, self.transport, self.clock, self.store)
+        await self._leader.run()
+
+    async def _mourn(self, setup: Setup) -> None:
+        """With the leader's node nobody is left to say that it is gone: whoever sees it first does."""
+        leader = b""
+        async for _, value in self.store.watch("leader"):
+            if value is None:
+                lost = Result(error=NodeLost.__name__, message=_leader_lost(leader.decode(), setup))
+                await self.store.swap("result", None, encode(lost))
+            leader = value or leader
+
+    async def _pass_epochs(self) -> None:
+        worker = await self._worker_address
         async for _, value in self.store.watch("epoch"):
             if value is not None:
                 self.transport.post(worker, value)
+
+    async def _await_result(self) -> None:
+        async with aclosing(self.store.watch("result")) as results:
+            async for _, value in results:
+                if value is not None:
+                    return
 
     async def _read_letters(self) -> None:
         while True:
@@ -113,3 +121,17 @@ class Agent:
                 self._worker_address.set_result(message.address)
         elif self._leader is not None:
             self._leader.inbox.put_nowait(message)
+
+
+async def _ended(*tasks: asyncio.Future[None]) -> None:
+    """Cancel what still runs and wait for it. That the store is out of reach is an end like any other; else raises."""
+    for task in tasks:
+        task.cancel()
+    for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(outcome, Exception) and not isinstance(outcome, RunError):
+            raise outcome
+
+
+def _leader_lost(node: str, setup: Setup) -> str:
+    saved = f"resume it with --resume {setup.out} if it had a checkpoint" if setup.out else "nothing of it was saved"
+    return f"node {node}, which led, vanished and nobody else holds its layers (strategy {setup.strategy}): {saved}"

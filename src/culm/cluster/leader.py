@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+import traceback
+from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -11,13 +14,14 @@ import msgspec
 from culm import errors
 from culm.checkpoint import Catalog, ShardReceipt, Storage
 from culm.cluster.setup import NodeRecord, Result, Setup, decode_node, encode
+from culm.cluster.store import Change
+from culm.cluster.summary import slot_label, speed, summarise
 from culm.errors import CulmError, NodeLost, RunError
 from culm.job import STOP
 from culm.observe.folder import RunFolder, perfetto
 from culm.observe.ledger import CommittedStep, Ledger
 from culm.runtime import epoch as letters
 from culm.runtime.epoch import Epoch, Member
-from culm.runtime.state import total_digest
 
 if TYPE_CHECKING:
     from culm.cluster.store import Store
@@ -25,15 +29,22 @@ if TYPE_CHECKING:
     from culm.runtime.clock import Clock
     from culm.transport.base import Transport
 
+_DOUBT_S = 5.0
+"""How long a worker's word that another one is gone waits for the store to say who."""
+
 
 class Leader:
-    """Leads one run from the first node to the summary. Everything it decides goes through the store or a letter."""
+    """Leads one run from the first node to the summary. Everything it decides goes through the store or a letter.
+
+    All it hears, from the store, from workers and from its own agent, goes through one inbox: it does one thing at a
+    time, and whatever goes wrong ends in the one result of the run.
+    """
 
     def __init__(self, job: Job, setup: Setup, transport: Transport, clock: Clock, store: Store) -> None:
         self.job, self.setup = job, setup
         self.transport, self.clock, self.store = transport, clock, store
-        self.inbox: asyncio.Queue[letters.Message | NodeLost] = asyncio.Queue()
-        self.folder = RunFolder(setup.out, append=setup.resume is not None)
+        self.inbox: asyncio.Queue[letters.Message | Change | CulmError] = asyncio.Queue()
+        self.folder = RunFolder(setup.out, resumed_at=None if setup.resume is None else setup.start)
         self.nodes: dict[int, NodeRecord] = {}
         self.epoch: Epoch | None = None
         self.ledger = Ledger(
@@ -51,63 +62,135 @@ class Leader:
         self._ready: set[int] = set()
         self._finish: int | None = None
         self._permitted = 0
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def run(self) -> None:
-        """Until the result is in the store, whatever it is."""
-        watcher = asyncio.create_task(self._watch_nodes())
-        gate = asyncio.create_task(self._watch_gate()) if self.setup.gate == "outside" else None
+        """Until the result is in the store, whatever it is; one that is there already stays."""
+        self._aside(self._watch("nodes/"))
+        if self.setup.gate == "outside":
+            self._aside(self._watch("gate/"))
         try:
-            result = Result(summary=await self._lead())
-        except CulmError as error:
-            result = Result(error=type(error).__name__, message=str(error), trace=error.trace)
-            self._event("failed", error=type(error).__name__, message=str(error))
+            result = await self._result()
+            await self.store.swap("result", None, encode(result))
         finally:
-            watcher.cancel()
-            if gate is not None:
-                gate.cancel()
+            self.folder.close()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _result(self) -> Result:
+        """How the run ended, with all that it leaves behind in its place."""
+        try:
+            summary = await self._lead()
+            self.folder.sync()
+            return Result(summary=summary)
+        except Exception as reason:
+            error = reason if isinstance(reason, CulmError) else _unforeseen(reason)
+        with contextlib.suppress(RunError):  # it may be the folder that failed
+            self._event("failed", error=type(error).__name__, message=str(error))
         self.folder.close()
-        self._tell(letters.Stop())
-        await self.store.put("result", encode(result))
+        return Result(error=type(error).__name__, message=str(error), trace=error.trace)
 
     async def _lead(self) -> dict[str, Any]:
+        self.folder.open()
         self._event("run_started", nodes=self.setup.nodes, why=self.setup.why, steps=self.setup.steps)
         if self.setup.start >= self.setup.steps:
             self._finish = self.setup.start
         while not self._ended():
             await self._heed(await self.inbox.get())
-        return self._summary()
+        return self._leave()
+
+    def _leave(self) -> dict[str, Any]:
+        """All is done: write down what it came to."""
+        assert self.epoch is not None
+        ledger, finals, setup = self.ledger, list(self.finals.values()), self.setup
+        started = self.began if self.first_step_at is None else self.first_step_at
+        ended = self.clock.now() if ledger.last is None else ledger.last.at
+        summary = {
+            **summarise(self.job, setup, ledger, finals),
+            **speed(ledger.samples, self.began, started, ended),
+            "checkpoints": self.checkpoints,
+        }
+        self._event("finished", steps=ledger.steps, samples=ledger.samples)
+        self.folder.write("summary.json", summary)
+        labels = {m.node: f"node {m.node}: {slot_label(i, setup.stages)}" for i, m in enumerate(self.epoch.members)}
+        self.folder.write("trace.json", perfetto({f.node: f.spans for f in finals}, labels))
+        return summary
 
     def _ended(self) -> bool:
         done = self._finish is not None and self.ledger.next_step >= self._finish
         return done and self.epoch is not None and len(self.finals) == len(self.epoch.members) and not self.shards
 
-    async def _watch_nodes(self) -> None:
-        """Nodes come and go in the store."""
-        async for key, value in self.store.watch("nodes/"):
-            node = int(key.rpartition("/")[2])
-            if value is None:
-                self.inbox.put_nowait(NodeLost(self._lost_sentence(node)))
-                continue
-            self.nodes[node] = decode_node(value)
-            self._event("node_joined", node=node)
-            if len(self.nodes) == self.setup.nodes and self.epoch is None:
-                await self._publish()
+    def _aside(self, work: Coroutine[Any, Any, None]) -> None:
+        self._tasks.append(asyncio.create_task(work))
 
-    def _lost_sentence(self, node: int) -> str:
-        saved = f"resume it with --resume {self.setup.out}" if self.checkpoints else "it had no checkpoint yet"
-        return (
-            f"node {node} vanished in step {self.ledger.next_step} and nobody else holds its layers "
-            f"(strategy {self.setup.strategy}): {saved}"
+    async def _watch(self, prefix: str) -> None:
+        """Nodes come and go in the store; with the gate `outside` the launcher speaks there."""
+        try:
+            async for change in self.store.watch(prefix):
+                self.inbox.put_nowait(change)
+        except RunError as error:
+            self.inbox.put_nowait(error)
+
+    async def _heed(self, message: letters.Message | Change | CulmError) -> None:
+        match message:
+            case CulmError():
+                raise message
+            case Change(key, value):
+                await self._news(key, value)
+            case letters.Failed(kind="NodeLost"):
+                self._suspect(message)
+            case letters.Failed():
+                raise _error(message)
+            case letters.Ready():
+                self._note_ready(message)
+            case letters.StepReport() | letters.EvaluationReport():
+                for done in self.ledger.note(message):
+                    await self._committed(done)
+            case letters.ShardReport():
+                await self._note_shard(message)
+            case letters.Final():
+                self.finals[message.node] = message
+
+    async def _news(self, key: str, value: bytes | None) -> None:
+        """A key of the store has changed."""
+        name = key.rpartition("/")[2]
+        if key == "gate/finish":
+            self._end_before(int(value or b"0"))
+        elif key == "gate/permit":
+            self._permit(int(value or b"0"))
+        elif value is None:
+            raise self.lost(int(name))
+        else:
+            await self._joined(decode_node(value))
+
+    async def _joined(self, record: NodeRecord) -> None:
+        """An agent is up, and then its worker; when all are, the epoch begins."""
+        if not record.worker:
+            return
+        self.nodes[record.node] = record
+        self._event("node_joined", node=record.node)
+        if len(self.nodes) == self.setup.nodes and self.epoch is None:
+            await self._publish()
+
+    def lost(self, node: int) -> NodeLost:
+        """What there is to say when a node is gone."""
+        saved = bool(self.checkpoints) or self.setup.resume is not None
+        return NodeLost(
+            f"node {node} vanished in step {self.ledger.next_step} and nobody else holds its layers (strategy "
+            f"{self.setup.strategy}): "
+            + (f"resume it with --resume {self.setup.out}" if saved else "it had no checkpoint yet")
         )
 
-    async def _watch_gate(self) -> None:
-        """The launcher lets steps begin, or ends the run."""
-        async for key, value in self.store.watch("gate/"):
-            number = int(value or b"0")
-            if key == "gate/finish":
-                self._end_before(number)
-            else:
-                self._permit(number)
+    def _suspect(self, message: letters.Failed) -> None:
+        """A worker misses another one. Who is gone the store knows, in a moment; if nobody is, this ends the run."""
+        self._event("suspected", node=message.node, why=message.message)
+
+        async def believe() -> None:
+            await self.clock.sleep(_DOUBT_S)
+            self.inbox.put_nowait(_error(message))
+
+        self._aside(believe())
 
     def _permit(self, until: int) -> None:
         """Let steps below a number begin; workers that are not there yet hear of it when all are ready."""
@@ -120,10 +203,10 @@ class Leader:
         chosen = sorted(self.nodes.values(), key=lambda r: r.node)[: setup.pipelines * setup.stages]
         prints = {record.fingerprint for record in chosen}
         if self.job.exact and len(prints) > 1:
-            self.inbox.put_nowait(
-                NodeLost("nodes differ in what exact results depend on: " + "; ".join(sorted(prints)))
+            raise RunError(
+                f"nodes differ in what exact results depend on ({'; '.join(sorted(prints))}): "
+                "use machines of one kind, or --set exact=false"
             )
-            return
         self.epoch = Epoch(
             number=1,
             leader=self.transport.address,
@@ -142,22 +225,6 @@ class Leader:
         )
         self._event("epoch", number=1, members=[m.node for m in self.epoch.members], segments=setup.segments)
         await self.store.put("epoch", letters.encode(self.epoch))
-
-    async def _heed(self, message: letters.Message | NodeLost) -> None:
-        match message:
-            case NodeLost():
-                raise message
-            case letters.Failed():
-                raise _error(message)
-            case letters.Ready():
-                self._note_ready(message)
-            case letters.StepReport() | letters.EvaluationReport():
-                for done in self.ledger.note(message):
-                    await self._committed(done)
-            case letters.ShardReport():
-                await self._note_shard(message)
-            case letters.Final():
-                self.finals[message.node] = message
 
     def _note_ready(self, message: letters.Ready) -> None:
         self._event("ready", node=message.node, seconds=message.seconds)
@@ -180,14 +247,13 @@ class Leader:
         if self.epoch is not None and self.epoch.kept:
             self._tell(letters.Commit(done.step))
         await self.store.put("step", msgspec.json.encode(metrics))
-        if done.step + 1 >= self.setup.steps:
+        stopped = self.setup.gate == "hook" and self._hook(metrics) is STOP
+        if stopped:
+            self._event("stopped", step=done.step, why="on_step returned STOP")
+        if stopped or done.step + 1 >= self.setup.steps:
             self._end_before(done.step + 1)
         elif self.setup.gate == "hook":
-            if self._hook(metrics) is STOP:
-                self._event("stopped", step=done.step, why="on_step returned STOP")
-                self._end_before(done.step + 1)
-            else:
-                self._permit(done.step + 2)
+            self._permit(done.step + 2)
 
     def _metrics(self, done: CommittedStep) -> dict[str, Any]:
         extra = {"norm": done.norm, "eval_loss": done.evaluation}
@@ -225,6 +291,7 @@ class Leader:
         del self.shards[report.step]
         self.checkpoints.append(report.step)
         self._event("checkpoint", step=report.step, bytes=sum(r.size for r in parts.values()))
+        await self.clock.aside(self.folder.sync)
 
     def _tell(self, message: letters.Message) -> None:
         body = letters.encode(message)
@@ -234,70 +301,17 @@ class Leader:
     def _event(self, kind: str, node: int | None = None, **fields: Any) -> None:
         self.folder.event(t=round(self.clock.now() - self.began, 6), kind=kind, node=node, **fields)
 
-    def _summary(self) -> dict[str, Any]:
-        """The ledger of the run, in the words of the run folder."""
-        weights, state = self._digests()
-        ledger = self.ledger
-        ended = ledger.committed[-1].at if ledger.committed else self.clock.now()
-        wall = max(ended - (self.first_step_at or self.began), 1e-9)
-        steps = len(ledger.committed)
-        summary = {
-            "steps": self.setup.start + steps,
-            "samples": ledger.samples,
-            "samples_expected": steps * self.job.global_batch,
-            "samples_lost": ledger.lost,
-            "samples_duplicated": ledger.duplicated,
-            "wall_s": round(wall, 6),
-            "start_s": round((self.first_step_at or self.began) - self.began, 6),
-            "goodput": ledger.samples / wall,
-            "strategy": self.setup.strategy,
-            "pipelines": self.setup.pipelines,
-            "stages": self.setup.stages,
-            "schedule": self.setup.schedule,
-            "exact": self.job.exact,
-            "final_loss": ledger.committed[-1].loss if ledger.committed else None,
-            "weights_sha256": weights,
-            "state_sha256": state,
-            "preemptions": 0,
-            "recoveries": [],
-            "cost_usd": 0.0,
-            "checkpoints": self.checkpoints,
-            "skipped_steps": ledger.skipped,
-            "evaluations": {c.step: c.evaluation for c in ledger.committed if c.evaluation is not None},
-            "memory": {
-                "peak_rss_bytes": max(f.peak_rss for f in self.finals.values()),
-                "kept_bytes": max(f.kept_bytes for f in self.finals.values()),
-                "live_activations": max(f.peak_tapes for f in self.finals.values()),
-            },
-        }
-        self._event("finished", steps=steps, samples=ledger.samples)
-        self.folder.write("summary.json", summary)
-        self.folder.write("trace.json", self._trace())
-        return summary
-
-    def _digests(self) -> tuple[str, str]:
-        """Of all layers in order; holders of a layer must agree."""
-        found: dict[int, tuple[str, str]] = {}
-        for final in self.finals.values():
-            for layer, digest in final.digests.items():
-                if found.setdefault(layer, digest) != digest:
-                    raise RunError(f"holders of layer {layer} ended with different weights: please report this")
-        ordered = [found[layer] for layer in sorted(found)]
-        return total_digest(w for w, _ in ordered), total_digest(s for _, s in ordered)
-
-    def _trace(self) -> dict[str, Any]:
-        assert self.epoch is not None
-        stages = self.setup.stages
-        labels = {
-            m.node: f"node {m.node}: pipeline {i // stages} stage {i % stages}"
-            for i, m in enumerate(self.epoch.members)
-        }
-        return perfetto({f.node: f.spans for f in self.finals.values()}, labels)
-
 
 def _error(message: letters.Failed) -> CulmError:
     """The error that a worker met, in this process; the node where it happened is in the sentence."""
     kind: type[CulmError] = getattr(errors, message.kind, RunError)
     error = kind(f"node {message.node}: {message.message}")
     error.trace = message.trace
+    return error
+
+
+def _unforeseen(reason: Exception) -> RunError:
+    """A fault of ours, or of a file system's driver: still the one result of the run."""
+    error = RunError(f"the leader failed: {type(reason).__name__}: {reason}")
+    error.trace = "".join(traceback.format_exception(reason))
     return error

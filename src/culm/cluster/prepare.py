@@ -1,57 +1,33 @@
-"""From a job and a request to the setup of a run: shape, cuts, plans, and where to start. All that can be refused is."""
+"""From a job and a request to the setup of a run: shape, cuts, plans, where to start. All that can be refused is."""
 
 from __future__ import annotations
 
-import difflib
-from dataclasses import dataclass
+import logging
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from culm.checkpoint import Catalog, Manifest, Storage
-from culm.cluster.setup import Gate, Setup
+from culm.cluster.setup import Request, Setup
 from culm.errors import CheckpointError, PlanError, UsageError
 from culm.plan.choose import choose
-from culm.plan.partition import partition, spans
+from culm.plan.partition import count, partition, spans
 from culm.plan.profile import Profile
 from culm.runtime.blueprint import Blueprint, probe
 from culm.runtime.data import evaluation_batches
 from culm.runtime.fingerprint import fingerprint
 from culm.runtime.measure import Told, measure
-from culm.schedule import SCHEDULES, forward_only, generate
+from culm.schedule import forward_only, generate
 
 if TYPE_CHECKING:
     from culm.job import Job
 
-STRATEGIES = ("none",)
-"""Strategies that this version runs; the others of the design are on their way."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """What a user asks of a run, beside the job."""
-
-    pipelines: int | None = None
-    stages: int | None = None
-    nodes: int | None = None
-    schedule: str = "1f1b"
-    strategy: str = "none"
-    ranges: int = 2
-    """Segments a worker holds under the interleaved schedule."""
-    checkpoint_every: int = 0
-    keep_last: int = 2
-    out: str | None = None
-    resume: str | None = None
-    profile: str | None = None
-    memory: int | None = None
-    cuts: tuple[int, ...] | None = None
-    """The layers at which segments 1, 2, ... begin; None: cut so that the slowest stage is as fast as possible."""
-    gate: Gate | None = None
+__all__ = ["Request", "look", "prepare"]
 
 
 def prepare(job: Job, request: Request, *, progress: Told = lambda *_: None) -> Setup:
     """Decide everything that can be decided before the first node comes. Raises UsageError in one sentence."""
     _check(job, request)
-    blueprint = probe(job)
+    blueprint = look(job)
     profile = _profile(job, request, blueprint, progress)
     _check_profile(profile, job)
     pipelines, stages, cuts, why = _shape(job, request, profile)
@@ -88,17 +64,20 @@ def prepare(job: Job, request: Request, *, progress: Told = lambda *_: None) -> 
     )
 
 
+def look(job: Job) -> Blueprint:
+    """Try the layers out. What fits nowhere is refused in one sentence; torch would log a trace of it beforehand."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        return probe(job)
+    finally:
+        log.setLevel(level)
+
+
 def _check(job: Job, request: Request) -> None:
-    _known("schedule", request.schedule, tuple(SCHEDULES))
-    _known("strategy", request.strategy, STRATEGIES)
-    for field in ("pipelines", "stages", "nodes"):
-        value = getattr(request, field)
-        if value is not None and value < 1:
-            raise UsageError(f"--{field} is {value}: use a whole number of at least 1")
     if request.cuts is not None:
         _check_cuts(job, request, request.cuts)
-    if request.checkpoint_every < 0 or request.keep_last < 1:
-        raise UsageError("--checkpoint-every must be at least 0 and --keep-last at least 1")
     if request.pipelines is not None and request.pipelines > job.micro_batches:
         raise UsageError(
             f"--pipelines {request.pipelines} is more than the {job.micro_batches} micro-batches of a step: "
@@ -114,13 +93,6 @@ def _check_cuts(job: Job, request: Request, cuts: tuple[int, ...]) -> None:
             f"--cuts {','.join(map(str, cuts))} does not cut {len(job.layers)} layers into {segments} segments: "
             f"give {segments - 1} rising layer numbers between 1 and {len(job.layers) - 1}"
         )
-
-
-def _known(option: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        close = difflib.get_close_matches(value, known, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(known)}"
-        raise UsageError(f"--{option} {value!r} is not there: {hint}")
 
 
 def _profile(job: Job, request: Request, blueprint: Blueprint, progress: Told) -> Profile:
@@ -149,7 +121,7 @@ def _shape(job: Job, request: Request, profile: Profile) -> tuple[int, int, tupl
                 f"--nodes {request.nodes} is not --pipelines {pipelines} x --stages {stages}: leave one of them out"
             )
         cuts = request.cuts or partition(profile.layers, stages, memory=request.memory, ranges=ranges)
-        return pipelines, stages, cuts, f"{pipelines} pipelines x {stages} stages, as asked"
+        return pipelines, stages, cuts, f"{count(pipelines, 'pipeline')} x {count(stages, 'stage')}, as asked"
     choice = choose(
         profile,
         nodes=request.nodes,

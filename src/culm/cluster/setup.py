@@ -1,13 +1,67 @@
-"""The setup of a run: everything that was decided before the first node came, as one value in the store."""
+"""A run in three values: what is asked of it, what was decided before its first node came, how it ended. No torch."""
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import msgspec
 
+from culm import errors
+from culm.errors import CulmError, RunError, UsageError
+from culm.schedule import SCHEDULES
+
+STRATEGIES = ("none",)
+"""Strategies that this version runs; the others of the design are on their way."""
+
 Gate: TypeAlias = Literal["open", "hook", "outside"]
 """Who lets the next step begin: nobody, the leader after the job's on_step hook, or the launcher (the key `permit`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a user asks of a run, beside the job. Raises UsageError for what is wrong whatever the job is."""
+
+    pipelines: int | None = None
+    stages: int | None = None
+    nodes: int | None = None
+    schedule: str = "1f1b"
+    strategy: str = "none"
+    ranges: int = 2
+    """Segments a worker holds under the interleaved schedule."""
+    checkpoint_every: int = 0
+    keep_last: int = 2
+    out: str | None = None
+    resume: str | None = None
+    profile: str | None = None
+    memory: int | None = None
+    cuts: tuple[int, ...] | None = None
+    """The layers at which segments 1, 2, ... begin; None: cut so that the slowest stage is as fast as possible."""
+    gate: Gate | None = None
+
+    def __post_init__(self) -> None:
+        _known("schedule", self.schedule, SCHEDULES)
+        _known("strategy", self.strategy, STRATEGIES)
+        for field in ("pipelines", "stages", "nodes", "keep_last", "memory"):
+            _at_least(1, field, getattr(self, field))
+        _at_least(0, "checkpoint_every", self.checkpoint_every)
+        if self.checkpoint_every and self.out is None:
+            raise UsageError("--checkpoint-every needs a folder to write to: add --out, as in --out runs/a")
+
+
+def _known(option: str, value: str, known: Iterable[str]) -> None:
+    names = tuple(known)
+    if value not in names:
+        close = difflib.get_close_matches(value.lower(), names, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"use {' or '.join(names)}"
+        raise UsageError(f"this version has no --{option} {value!r}: {hint}")
+
+
+def _at_least(least: int, field: str, value: int | None) -> None:
+    if value is not None and value < least:
+        raise UsageError(f"--{field.replace('_', '-')} is {value}: use a whole number of at least {least}")
 
 
 class Setup(msgspec.Struct, frozen=True):
@@ -31,7 +85,7 @@ class Setup(msgspec.Struct, frozen=True):
     out: str | None = None
     resume: int | None = None
     resume_from: str | None = None
-    facts: dict[str, str | int | float | bool | None | list[list[str]]] = {}
+    facts: dict[str, str | int | float | bool | list[list[str]] | None] = {}
     why: str = ""
     """Why this shape: one sentence."""
 
@@ -52,6 +106,13 @@ class Result(msgspec.Struct, frozen=True):
     error: str | None = None
     message: str = ""
     trace: str = ""
+
+    def failure(self) -> CulmError:
+        """The error that ended the run, to be raised in this process."""
+        kind: type[CulmError] = getattr(errors, self.error or "", RunError)
+        error = kind(self.message)
+        error.trace = self.trace
+        return error
 
 
 encode = msgspec.msgpack.Encoder().encode

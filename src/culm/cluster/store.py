@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, Callable
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import msgspec
@@ -26,6 +26,9 @@ class Change(NamedTuple):
     value: bytes | None
 
 
+Listener: TypeAlias = Callable[[Change], None]
+
+
 class Store(Protocol):
     """What nodes agree on."""
 
@@ -35,11 +38,11 @@ class Store(Protocol):
     async def put(self, key: str, value: bytes, *, session: bool = False) -> None:
         """Set a key; with `session` it goes when this client's connection does."""
 
-    async def swap(self, key: str, old: bytes | None, new: bytes) -> bool:
+    async def swap(self, key: str, old: bytes | None, new: bytes, *, session: bool = False) -> bool:
         """Set a key if it has the value `old` (None: if it is not there). False: somebody was faster."""
 
-    def watch(self, prefix: str) -> AsyncIterator[Change]:
-        """What is there, then every change in order."""
+    def watch(self, prefix: str) -> AsyncGenerator[Change, None]:
+        """What is there, by name, then every change in order. Ends with the generator (contextlib.aclosing)."""
 
 
 class MemoryStore:
@@ -48,7 +51,7 @@ class MemoryStore:
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
         self._sessions: dict[str, set[str]] = {}
-        self._watchers: dict[asyncio.Queue[Change], str] = {}
+        self._listeners: dict[Listener, str] = {}
 
     def client(self, session: str) -> StoreClient:
         """A client whose session keys end with `end(session)`."""
@@ -66,9 +69,9 @@ class MemoryStore:
             keys.discard(key)
         if session is not None:
             self._sessions.setdefault(session, set()).add(key)
-        for queue, prefix in self._watchers.items():
+        for heard, prefix in list(self._listeners.items()):
             if key.startswith(prefix):
-                queue.put_nowait(Change(key, value))
+                heard(Change(key, value))
 
     def swap(self, key: str, old: bytes | None, new: bytes, session: str | None = None) -> bool:
         if self._values.get(key) != old:
@@ -81,15 +84,22 @@ class MemoryStore:
         for key in sorted(self._sessions.pop(session, set())):
             self.write(key, None)
 
-    def subscribe(self, prefix: str) -> asyncio.Queue[Change]:
-        queue: asyncio.Queue[Change] = asyncio.Queue()
+    def listen(self, prefix: str, heard: Listener) -> Callable[[], None]:
+        """Call a function with what is there and with every change, at once and in order; returns how to end that."""
         for key in sorted(k for k in self._values if k.startswith(prefix)):
-            queue.put_nowait(Change(key, self._values[key]))
-        self._watchers[queue] = prefix
-        return queue
+            heard(Change(key, self._values[key]))
+        self._listeners[heard] = prefix
 
-    def unsubscribe(self, queue: asyncio.Queue[Change]) -> None:
-        self._watchers.pop(queue, None)
+        def end() -> None:
+            self._listeners.pop(heard, None)
+
+        return end
+
+    def subscribe(self, prefix: str) -> asyncio.Queue[Change]:
+        """The same as a queue, for as long as the store lives."""
+        queue: asyncio.Queue[Change] = asyncio.Queue()
+        self.listen(prefix, queue.put_nowait)
+        return queue
 
 
 class StoreClient:
@@ -104,16 +114,17 @@ class StoreClient:
     async def put(self, key: str, value: bytes, *, session: bool = False) -> None:
         self._store.write(key, value, self._session if session else None)
 
-    async def swap(self, key: str, old: bytes | None, new: bytes) -> bool:
-        return self._store.swap(key, old, new)
+    async def swap(self, key: str, old: bytes | None, new: bytes, *, session: bool = False) -> bool:
+        return self._store.swap(key, old, new, self._session if session else None)
 
-    async def watch(self, prefix: str) -> AsyncIterator[Change]:
-        queue = self._store.subscribe(prefix)
+    async def watch(self, prefix: str) -> AsyncGenerator[Change, None]:
+        queue: asyncio.Queue[Change] = asyncio.Queue()
+        end = self._store.listen(prefix, queue.put_nowait)
         try:
             while True:
                 yield await queue.get()
         finally:
-            self._store.unsubscribe(queue)
+            end()
 
 
 class Get(msgspec.Struct, frozen=True, tag="get"):
@@ -133,11 +144,17 @@ class Swap(msgspec.Struct, frozen=True, tag="swap"):
     key: str
     old: bytes | None
     new: bytes
+    session: bool
 
 
 class Watch(msgspec.Struct, frozen=True, tag="watch"):
     call: int
     prefix: str
+
+
+class Unwatch(msgspec.Struct, frozen=True, tag="unwatch"):
+    call: int
+    """Of the watch."""
 
 
 class Reply(msgspec.Struct, frozen=True, tag="reply"):
@@ -152,7 +169,7 @@ class News(msgspec.Struct, frozen=True, tag="news"):
     value: bytes | None
 
 
-Call: TypeAlias = Get | Put | Swap | Watch
+Call: TypeAlias = Get | Put | Swap | Watch | Unwatch
 Answer: TypeAlias = Reply | News
 _encode = msgspec.msgpack.Encoder().encode
 _calls = msgspec.msgpack.Decoder(Call)
@@ -160,79 +177,104 @@ _answers = msgspec.msgpack.Decoder(Answer)
 
 
 class StoreServer:
-    """Lends a MemoryStore to other processes. A client that disconnects loses its session keys."""
+    """Lends a MemoryStore to other processes. A client that disconnects loses its session keys and its watches."""
 
     def __init__(self, store: MemoryStore, transport: Transport) -> None:
         self._store, self._transport = store, transport
-        self._watches: dict[Address, list[asyncio.Task[None]]] = {}
+        self._watches: dict[Address, dict[int, Callable[[], None]]] = {}
 
     async def serve(self) -> None:
         """Answer until cancelled."""
         try:
             while True:
-                self._answer(await self._transport.letter())
+                self._heed(await self._transport.letter())
         finally:
-            for tasks in self._watches.values():
-                for task in tasks:
-                    task.cancel()
+            for client in list(self._watches):
+                self._forget(client)
 
-    def _answer(self, letter: Letter) -> None:
+    def _heed(self, letter: Letter) -> None:
         client, body = letter
         if body is None:
             self._store.end(client)
-            for task in self._watches.pop(client, []):
-                task.cancel()
+            self._forget(client)
             return
-        reply: Answer | None = None
-        match _calls.decode(body):
-            case Get(call, key):
-                reply = Reply(call, self._store.read(key))
-            case Put(call, key, value, session):
-                self._store.write(key, value, client if session else None)
-                reply = Reply(call)
-            case Swap(call, key, old, new):
-                reply = Reply(call, done=self._store.swap(key, old, new))
-            case Watch(call, prefix):
-                task = asyncio.create_task(self._watch(client, call, prefix))
-                self._watches.setdefault(client, []).append(task)
+        try:
+            asked = _calls.decode(body)
+        except msgspec.MsgspecError:
+            return  # who speaks otherwise does not wait for an answer, and must not end this for everyone else
+        reply = self._answer(client, asked)
         if reply is not None:
             self._transport.post(client, _encode(reply))
 
-    async def _watch(self, client: Address, call: int, prefix: str) -> None:
-        queue = self._store.subscribe(prefix)
-        try:
-            while True:
-                change = await queue.get()
-                self._transport.post(client, _encode(News(call, change.key, change.value)))
-        finally:
-            self._store.unsubscribe(queue)
+    def _answer(self, client: Address, asked: Call) -> Reply | None:
+        match asked:
+            case Get(call, key):
+                return Reply(call, self._store.read(key))
+            case Put(call, key, value, session):
+                self._store.write(key, value, client if session else None)
+                return Reply(call)
+            case Swap(call, key, old, new, session):
+                return Reply(call, done=self._store.swap(key, old, new, client if session else None))
+            case Watch(call, prefix):
+                self._watches.setdefault(client, {})[call] = self._watch(client, call, prefix)
+            case Unwatch(call):
+                self._watches.get(client, {}).pop(call, _nothing)()
+        return None
+
+    def _watch(self, client: Address, call: int, prefix: str) -> Callable[[], None]:
+        def heard(change: Change) -> None:
+            self._transport.post(client, _encode(News(call, change.key, change.value)))
+
+        return self._store.listen(prefix, heard)
+
+    def _forget(self, client: Address) -> None:
+        for end in self._watches.pop(client, {}).values():
+            end()
+
+
+def _nothing() -> None:
+    pass
 
 
 class RemoteStore:
-    """A client in another process. Whoever reads the letters of its transport hands those of the server to `heed`."""
+    """A client in another process. Whoever reads the letters of its transport hands those of the server to `heed`.
+
+    When the connection breaks, every call and watch ends with RunError: those that wait, and those to come.
+    """
 
     def __init__(self, server: Address, transport: Transport) -> None:
         self.server, self._transport = server, transport
         self._numbers = itertools.count()
         self._replies: dict[int, asyncio.Future[Reply]] = {}
         self._queues: dict[int, asyncio.Queue[Change | None]] = {}
+        self._broken = False
 
     def heed(self, body: bytes | None) -> None:
         """An answer of the server; None: the connection to it broke, and nothing will ever be answered."""
         if body is None:
-            for waiting in self._replies.values():
-                if not waiting.done():
-                    waiting.set_exception(RunError("the connection to the store broke"))
-            for queue in self._queues.values():
-                queue.put_nowait(None)
+            self._break()
             return
         answer = _answers.decode(body)
         if isinstance(answer, News):
-            self._queues[answer.call].put_nowait(Change(answer.key, answer.value))
-        elif not (waiting := self._replies[answer.call]).done():
+            queue = self._queues.get(answer.call)
+            if queue is not None:
+                queue.put_nowait(Change(answer.key, answer.value))
+            return
+        waiting = self._replies.get(answer.call)
+        if waiting is not None and not waiting.done():
             waiting.set_result(answer)
 
+    def _break(self) -> None:
+        self._broken = True
+        for waiting in self._replies.values():
+            if not waiting.done():
+                waiting.set_exception(_broke())
+        for queue in self._queues.values():
+            queue.put_nowait(None)
+
     async def _ask(self, call: Call) -> Reply:
+        if self._broken:
+            raise _broke()
         self._replies[call.call] = asyncio.get_running_loop().create_future()
         self._transport.post(self.server, _encode(call))
         try:
@@ -246,13 +288,23 @@ class RemoteStore:
     async def put(self, key: str, value: bytes, *, session: bool = False) -> None:
         await self._ask(Put(next(self._numbers), key, value, session))
 
-    async def swap(self, key: str, old: bytes | None, new: bytes) -> bool:
-        return (await self._ask(Swap(next(self._numbers), key, old, new))).done
+    async def swap(self, key: str, old: bytes | None, new: bytes, *, session: bool = False) -> bool:
+        return (await self._ask(Swap(next(self._numbers), key, old, new, session))).done
 
-    async def watch(self, prefix: str) -> AsyncIterator[Change]:
+    async def watch(self, prefix: str) -> AsyncGenerator[Change, None]:
+        if self._broken:
+            raise _broke()
         call = next(self._numbers)
         queue = self._queues[call] = asyncio.Queue()
         self._transport.post(self.server, _encode(Watch(call, prefix)))
-        while (change := await queue.get()) is not None:
-            yield change
-        raise RunError("the connection to the store broke")
+        try:
+            while (change := await queue.get()) is not None:
+                yield change
+            raise _broke()
+        finally:
+            del self._queues[call]
+            self._transport.post(self.server, _encode(Unwatch(call)))
+
+
+def _broke() -> RunError:
+    return RunError("the connection to the store broke")

@@ -2,30 +2,76 @@
 
 from __future__ import annotations
 
-import io
+import contextlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import fsspec
 
 from culm.errors import RunError, UsageError
 
+if TYPE_CHECKING:
+    from culm.checkpoint import Storage
+
 
 class RunFolder:
-    """Where a run leaves its files. On a local path lines appear as they happen; on a URL when the run pauses or ends."""
+    """Where a run leaves its files. On a local path lines appear as they happen, on a URL with every `sync`.
 
-    def __init__(self, out: str | None, *, append: bool = False) -> None:
+    `resumed_at` says that the run goes on from a checkpoint with that many steps: what the folder has is kept, but for
+    the lines of steps that will be run again, so that each step stands there once.
+    """
+
+    def __init__(self, out: str | None, *, resumed_at: int | None = None) -> None:
         self.out = out
-        self._append = append
-        self._files: dict[str, TextIO] = {}
+        self._resumed_at = resumed_at
+        self._lines: dict[str, TextIO] = {}
+        self._broken = False
+        """A write failed and was reported: from then on lines are dropped, so that the report itself gets through."""
 
     @property
     def checkpoints(self) -> str | None:
         """Where checkpoints go."""
         return None if self.out is None else f"{self.out.rstrip('/')}/checkpoints"
+
+    @cached_property
+    def _storage(self) -> Storage:
+        from culm.checkpoint import Storage  # here, because it brings torch along, which launchers do without
+
+        assert self.out is not None
+        return Storage(self.out)
+
+    def open(self) -> None:
+        """Begin the files of lines. Raises RunError if the folder can not be written."""
+        for name in ("steps.jsonl", "events.jsonl") if self.out is not None else ():
+            with self._explained(name):
+                self._lines[name] = self._begun(name)
+
+    def _begun(self, name: str) -> TextIO:
+        kept = "".join(self._kept(name))
+        path = self._storage.local_path(name)
+        if path is None:
+            file: TextIO = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 until the run ends
+            file.write(kept)
+            return file
+        self._storage.write(name, kept.encode())
+        return path.open("a", encoding="utf-8")
+
+    def _kept(self, name: str) -> Iterator[str]:
+        """Lines of the part before. One that was cut off when its writer died is none."""
+        if self._resumed_at is None or not self._storage.exists(name):
+            return
+        for line in self._storage.read(name).decode(errors="replace").splitlines():
+            try:
+                fields = json.loads(line)
+            except ValueError:
+                continue
+            if name != "steps.jsonl" or fields["step"] < self._resumed_at:
+                yield f"{line}\n"
 
     def step(self, **fields: Any) -> None:
         self._line("steps.jsonl", fields)
@@ -34,54 +80,57 @@ class RunFolder:
         self._line("events.jsonl", fields)
 
     def _line(self, name: str, fields: Mapping[str, Any]) -> None:
-        if self.out is None:
+        file = self._lines.get(name)
+        if file is None or self._broken:
             return
-        try:
-            file = self._files.get(name) or self._open(name)
-            file.write(json.dumps(_plain(fields)) + "\n")
+        with self._explained(name):
+            file.write(json.dumps(plain(fields), allow_nan=False) + "\n")
             file.flush()
-        except OSError as error:
-            raise RunError(f"{self.out}/{name} can not be written: {error.strerror or error}") from None
-
-    def _open(self, name: str) -> TextIO:
-        assert self.out is not None
-        if local(self.out) is None:
-            self._files[name] = io.StringIO()
-        else:
-            path = Path(self.out) / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._files[name] = path.open("a" if self._append else "w", encoding="utf-8")
-        return self._files[name]
 
     def write(self, name: str, value: Any) -> None:
-        """A JSON file, whole."""
+        """A JSON file, whole or not at all. Raises RunError if that fails."""
         if self.out is None:
             return
-        try:
-            with fsspec.open(f"{self.out.rstrip('/')}/{name}", "w") as file:
-                json.dump(_plain(value), file, indent=None if name == "trace.json" else 2)
-                file.write("\n")
-        except OSError as error:
-            raise RunError(f"{self.out}/{name} can not be written: {error.strerror or error}") from None
+        text = json.dumps(plain(value), allow_nan=False, indent=None if name == "trace.json" else 2)
+        with self._explained(name):
+            self._storage.write(name, f"{text}\n".encode())
+
+    def sync(self) -> None:
+        """Put the lines where they belong, if that is a URL. Raises RunError if that fails."""
+        for name, file in self._lines.items():
+            if self._storage.local_path(name) is None:
+                file.seek(0)
+                with self._explained(name):
+                    self._storage.write(name, file.read().encode())
 
     def close(self) -> None:
-        """Put what is buffered where it belongs."""
-        for name, file in self._files.items():
-            if isinstance(file, io.StringIO):
-                with fsspec.open(f"{self.out}/{name}", "w") as target:
-                    target.write(file.getvalue())
-            file.close()
-        self._files.clear()
+        """The end, however it came: a run that failed has nobody to complain to."""
+        with contextlib.suppress(RunError):
+            self.sync()
+        for file in self._lines.values():
+            with contextlib.suppress(OSError):
+                file.close()
+        self._lines.clear()
+
+    @contextlib.contextmanager
+    def _explained(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, RunError) as error:
+            self._broken = True
+            if isinstance(error, RunError):
+                raise
+            raise RunError(f"{self.out}/{name} can not be written: {error.strerror or error}") from None
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """JSON has no NaN: readers in other languages would choke on it."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
+        return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
+        return [plain(v) for v in value]
     return value
 
 
@@ -92,10 +141,11 @@ def local(out: str) -> Path | None:
     return Path(out.removeprefix("file://"))
 
 
-def claim(out: str) -> None:
+def vacant(out: str) -> None:
     """Refuse a folder that something lies in already: a run never mixes with another."""
     path = local(out)
     if path is None:
+        _vacant_url(out)
         return
     if path.is_file():
         raise UsageError(f"--out {out!r} is a file: give a folder that does not exist yet")
@@ -103,10 +153,37 @@ def claim(out: str) -> None:
         raise UsageError(
             f"--out {out!r} exists and is not empty: give another folder, or continue it with --resume {out}"
         )
+
+
+def _vacant_url(out: str) -> None:
+    if out.startswith("memory://"):
+        raise UsageError(f"--out {out!r} lies in the memory of one process: give a place that all nodes can reach")
+    try:
+        files, root = fsspec.core.url_to_fs(out)
+        taken = files.exists(root) and files.ls(root)
+    except Exception as error:  # drivers raise what they like
+        raise UsageError(f"--out {out!r} can not be opened: {type(error).__name__}: {error}") from None
+    if taken:
+        raise UsageError(f"--out {out!r} is not empty: give another place, or continue it with --resume {out}")
+
+
+def claim(out: str) -> None:
+    """Make the folder, once nothing else can be refused any more."""
+    vacant(out)
+    path = local(out)
+    if path is None:
+        return
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"--out {out!r} can not be made: {error.strerror}") from None
+
+
+def saved(out: str) -> list[int]:
+    """The steps that have a committed checkpoint, oldest first, by the names of the files alone."""
+    files, root = fsspec.core.url_to_fs(out)
+    found = files.glob(f"{root}/checkpoints/step-*/manifest.json")
+    return sorted(int(str(name).split("/")[-2].removeprefix("step-")) for name in found)
 
 
 def perfetto(spans: Mapping[int, Sequence[tuple[int, str, float, float]]], labels: Mapping[int, str]) -> dict[str, Any]:

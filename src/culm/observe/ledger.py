@@ -1,12 +1,11 @@
-"""The ledger: which steps are committed, and the proof that every sample was counted once. Pure: reports in, facts out."""
+"""The ledger: which steps are committed, and that every sample was counted once. Pure: reports in, facts out."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from culm.runtime.epoch import EvaluationReport, StepReport
+from culm.runtime.epoch import EvaluationReport, StepReport
 
 
 @dataclass(frozen=True)
@@ -26,13 +25,19 @@ class CommittedStep:
 
 @dataclass
 class _Open:
+    """What has been heard of a step that is not committed, by node: a report that comes twice counts once."""
+
     reports: dict[int, StepReport] = field(default_factory=dict)
-    evaluations: list[EvaluationReport] = field(default_factory=list)
+    evaluations: dict[int, EvaluationReport] = field(default_factory=dict)
 
 
 @dataclass
 class Ledger:
-    """Collects reports of the workers, in any order, and gives committed steps, in order."""
+    """Collects reports of the workers, in any order, and gives committed steps, in order.
+
+    It keeps totals, the last step and the evaluations, so that a run of a million steps takes no more room than one
+    of ten: the steps themselves are in the run folder.
+    """
 
     workers: int
     micro_batch: int
@@ -40,61 +45,77 @@ class Ledger:
     evaluation_parts: int = 0
     """Micro-batches of one evaluation: it is complete when all are in."""
     next_step: int = 0
+    steps: int = 0
+    """Committed here; a resumed run counts from its checkpoint on."""
     samples: int = 0
     lost: int = 0
     duplicated: int = 0
     skipped: int = 0
-    committed: list[CommittedStep] = field(default_factory=list)
+    last: CommittedStep | None = None
+    evaluations: dict[int, float] = field(default_factory=dict)
+    """By step."""
     _open: dict[int, _Open] = field(default_factory=dict)
 
     def note(self, report: StepReport | EvaluationReport) -> list[CommittedStep]:
-        """Take a report; returns the steps that it completes."""
+        """Take a report; returns the steps that it completes. What comes for a committed step is passed over."""
+        if report.step < self.next_step:
+            return []
         entry = self._open.setdefault(report.step, _Open())
-        if hasattr(report, "counted"):
-            entry.reports[report.node] = report  # type: ignore[assignment]
+        if isinstance(report, StepReport):
+            entry.reports[report.node] = report
         else:
-            entry.evaluations.append(report)
-        done = []
+            entry.evaluations[report.node] = report
+        return list(self._completed())
+
+    def _completed(self) -> Iterator[CommittedStep]:
         while self._complete(self.next_step):
-            done.append(self._commit(self.next_step))
-            self.next_step += 1
-        return done
+            made = _committed(self.next_step, self._open.pop(self.next_step), self.micro_batch)
+            self._enter(made)
+            yield made
 
     def _complete(self, step: int) -> bool:
         entry = self._open.get(step)
         if entry is None or len(entry.reports) < self.workers:
             return False
-        return not self._evaluates(step) or sum(e.parts for e in entry.evaluations) >= self.evaluation_parts
+        return not self._evaluates(step) or sum(e.parts for e in entry.evaluations.values()) >= self.evaluation_parts
 
     def _evaluates(self, step: int) -> bool:
         return bool(self.evaluate_every) and (step + 1) % self.evaluate_every == 0
 
-    def _commit(self, step: int) -> CommittedStep:
-        entry = self._open.pop(step)
-        reports = list(entry.reports.values())
-        least = [min(counts) for counts in zip(*(r.counted for r in reports), strict=True)]
-        most = [max(counts) for counts in zip(*(r.counted_most for r in reports), strict=True)]
-        spoken = next(r for r in reports if r.loss_sum is not None)
-        assert spoken.loss_sum is not None
-        made = CommittedStep(
-            step=step,
-            loss=spoken.loss_sum / (spoken.weight_sum or 1.0),
-            samples=sum(count > 0 for count in least) * self.micro_batch,
-            lost=sum(count == 0 for count in least) * self.micro_batch,
-            duplicated=sum(max(0, count - 1) for count in most) * self.micro_batch,
-            at=max(r.at for r in reports),
-            norm=spoken.norm,
-            skipped=spoken.skipped,
-            evaluation=self._evaluation(entry),
-        )
+    def _enter(self, made: CommittedStep) -> None:
+        self.next_step += 1
+        self.steps += 1
         self.samples += made.samples
         self.lost += made.lost
         self.duplicated += made.duplicated
         self.skipped += made.skipped
-        self.committed.append(made)
-        return made
+        self.last = made
+        if made.evaluation is not None:
+            self.evaluations[made.step] = made.evaluation
 
-    def _evaluation(self, entry: _Open) -> float | None:
-        ordered = sorted(entry.evaluations, key=lambda e: e.node)
-        weight = sum(e.weight_sum for e in ordered)
-        return sum(e.loss_sum for e in ordered) / weight if weight else None
+
+def _committed(step: int, entry: _Open, micro_batch: int) -> CommittedStep:
+    """What all reports of a step come to: a sample is lost if any layer missed it, duplicated if any had it twice."""
+    reports = list(entry.reports.values())
+    least = [min(counts) for counts in zip(*(r.counted for r in reports), strict=True)]
+    most = [max(counts) for counts in zip(*(r.counted_most for r in reports), strict=True)]
+    spoken = next(r for r in reports if r.loss_sum is not None)
+    assert spoken.loss_sum is not None
+    return CommittedStep(
+        step=step,
+        loss=spoken.loss_sum / (spoken.weight_sum or 1.0),
+        samples=sum(count > 0 for count in least) * micro_batch,
+        lost=sum(count == 0 for count in least) * micro_batch,
+        duplicated=sum(max(0, count - 1) for count in most) * micro_batch,
+        at=max(r.at for r in reports),
+        norm=spoken.norm,
+        skipped=spoken.skipped,
+        evaluation=_evaluation(entry),
+    )
+
+
+def _evaluation(entry: _Open) -> float | None:
+    """The mean over all parts, added in the order of the nodes: the same sum, whoever reported first."""
+    ordered = [entry.evaluations[node] for node in sorted(entry.evaluations)]
+    weight = sum(e.weight_sum for e in ordered)
+    return sum(e.loss_sum for e in ordered) / weight if weight else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -15,8 +16,7 @@ from typing import Any
 
 import msgspec
 
-from culm.cluster.prepare import Request
-from culm.cluster.setup import Result, Setup, decode_result, encode
+from culm.cluster.setup import Request, Result, Setup, decode_node, decode_result, encode
 from culm.cluster.store import MemoryStore, StoreServer
 from culm.errors import RunError
 from culm.providers import nursery as side
@@ -29,15 +29,21 @@ _PATIENCE_S = 10.0
 
 
 class LocalNursery:
-    """The launcher's side of a nursery process. Start it early: it imports torch while the launcher does other things."""
+    """The launcher's side of a nursery process. Start it early: it imports torch while the launcher does other things.
 
-    def __init__(self) -> None:
+    What it and the nodes print goes to the descriptors `stdout` and `stderr`; default: where the launcher's goes.
+    """
+
+    def __init__(self, *, stdout: int | None = None, stderr: int | None = None) -> None:
         self._pipe, theirs = Pipe()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "culm.providers.nursery", str(theirs.fileno())],
+            # Unbuffered, since a node may end without notice and what it printed should not be lost with it.
+            [sys.executable, "-u", "-m", "culm.providers.nursery", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             start_new_session=True,
             stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
         )
         theirs.close()
 
@@ -66,9 +72,15 @@ class LocalNursery:
             raise RunError("the nursery of local nodes has ended: is there enough memory?") from None
 
     def close(self) -> None:
-        """End it and every process that came out of it."""
+        """End it and every process that came out of it, also where it is busy and would not notice a closed pipe."""
         self._pipe.close()
+        self.kill()
         self._process.wait()
+
+    def kill(self) -> None:
+        """End all its processes at once. The group outlives a nursery that was killed and left children behind."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
 
     def __enter__(self) -> LocalNursery:
         return self
@@ -84,6 +96,7 @@ class LocalRun:
         self.setup, self._store = setup, store
         self._steps = store.subscribe("step")
         self._results = store.subscribe("result")
+        self._joining = store.subscribe("nodes/")
 
     async def step(self) -> dict[str, Any] | None:
         """The metrics of the next committed step; None when the run has ended."""
@@ -98,6 +111,13 @@ class LocalRun:
         finally:
             stepping.cancel()
             ending.cancel()
+
+    async def node_up(self) -> int:
+        """The number of the next node whose worker is up."""
+        while True:
+            _, value = await self._joining.get()
+            if value is not None and (record := decode_node(value)).worker:
+                return record.node
 
     async def _ended(self) -> None:
         while self._store.read("result") is None:

@@ -10,6 +10,7 @@ the pipe to the launcher closes, for whatever reason, it ends the group and itse
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import signal
 import sys
@@ -21,8 +22,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from culm import errors
-from culm.cluster.prepare import Request
-from culm.cluster.setup import Setup
+from culm.cluster.setup import Request, Setup
 from culm.errors import CulmError, RunError
 from culm.job import Job
 
@@ -264,6 +264,4 @@ def _preload() -> Any:
 
 if __name__ == "__main__":
     # Run as a module this file is __main__; the messages must be those of the importable module.
-    from culm.providers import nursery
-
-    nursery.main(int(sys.argv[1]))
+    importlib.import_module("culm.providers.nursery").main(int(sys.argv[1]))

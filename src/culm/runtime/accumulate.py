@@ -19,7 +19,7 @@ SCALE = 2.0**48
 LIMIT = 2.0**15
 """Range of an exact sum: 2^63 / 2^48. Resolution: 2^-48 = 3.6e-15."""
 _BLOCK = 1 << 16
-"""Elements converted at a time, so that the scratch stays in the cache (a naive conversion takes five times as long)."""
+"""Elements converted at a time, so that the scratch stays in the cache: a naive conversion takes five times as long."""
 _BOUND_SCALE = 2.0**16
 
 
@@ -30,9 +30,10 @@ class Accumulator:
     of 2^-16, which rides along: a sum whose bound is below LIMIT can not have overflowed, whatever the order was.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], *, exact: bool) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], *, exact: bool, label: str = "a layer") -> None:
         self.parameters = tuple(parameters)
         self.exact = exact
+        self.label = label
         sizes = [p.numel() for p in self.parameters]
         device = self.parameters[0].device if self.parameters else torch.device("cpu")
         dtype = self.parameters[0].dtype if self.parameters else torch.float32
@@ -63,20 +64,23 @@ class Accumulator:
         if not self.exact:
             return
         gradients = [(piece, p.grad) for piece, p in zip(self._pieces, self.parameters, strict=True)]
-        found = [(piece, g.detach().reshape(-1)) for piece, g in gradients if g is not None]
-        largest = max((_largest(g) for _, g in found), default=0.0)
-        if not math.isfinite(largest):
+        found = [(piece, _flat(g)) for piece, g in gradients if g is not None]
+        largest = [_largest(g) for _, g in found]
+        if all(map(math.isfinite, largest)):
+            self._add(found, max(largest, default=0.0))
+        else:
             self.finite = False
-            return self.detach()
+        self.detach()
+
+    def _add(self, found: list[tuple[Tensor, Tensor]], largest: float) -> None:
         if largest >= LIMIT:
             raise ExactRangeError(
-                f"a gradient is {largest:g}, outside the exact range of ±{LIMIT:,.0f}: "
+                f"a gradient of {self.label} is {largest:g}, outside the exact range of ±{LIMIT:,.0f}: "
                 "scale the loss down, or run without exact"
             )
         self.bound += int(largest * _BOUND_SCALE) + 1
         for piece, gradient in found:
             _add_scaled(piece, gradient)
-        return self.detach()
 
     def detach(self) -> None:
         """Exact: the next micro-batch starts from no gradient."""
@@ -85,7 +89,7 @@ class Accumulator:
 
     def finish(self, divisor: float) -> None:
         """Turn the complete sum into the gradient: divided once, by the global count."""
-        finish(self.gradient, self.total, self.bound, divisor)
+        finish(self.gradient, self.total, self.bound, divisor, self.label)
         if self.exact:
             self.attach()
 
@@ -98,18 +102,25 @@ class Accumulator:
             self.detach()
 
 
-def finish(gradient: Tensor, total: Tensor, bound: int, divisor: float) -> None:
+def finish(gradient: Tensor, total: Tensor, bound: int, divisor: float, label: str) -> None:
     """gradient = total / divisor, in place where they are the same memory."""
     if total.dtype != torch.int64:
         torch.div(total, divisor, out=gradient)
         return
     if bound >= LIMIT * _BOUND_SCALE:
         raise ExactRangeError(
-            f"a sum of gradients may reach {bound / _BOUND_SCALE:g}, outside the exact range of ±{LIMIT:,.0f}: "
+            f"the gradients of {label} may add up to {bound / _BOUND_SCALE:g}, outside the exact range of "
+            f"±{LIMIT:,.0f}: "
             "scale the loss down, or run without exact"
         )
     for part, into in zip(total.split(_BLOCK), gradient.split(_BLOCK), strict=True):
         into.copy_(part.double().mul_(1.0 / SCALE).div_(divisor))
+
+
+def _flat(gradient: Tensor) -> Tensor:
+    """Also of an embedding whose gradient is sparse."""
+    dense = gradient.detach() if gradient.layout is torch.strided else gradient.detach().to_dense()
+    return dense.reshape(-1)
 
 
 def _largest(values: Tensor) -> float:

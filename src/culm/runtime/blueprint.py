@@ -18,8 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from culm.errors import CulmError, JobError, LayerFailed
 from culm.plan.profile import LayerCost, Profile
 from culm.runtime import statistics
-from culm.runtime.data import Values, micro_batch
-from culm.runtime.segment import call_layer, loss_of
+from culm.runtime.call import call_layer, handed_on, loss_of
+from culm.runtime.data import Values, mapped, micro_batch
 from culm.runtime.state import HeldLayer, build_layer, named_parameter
 
 if TYPE_CHECKING:
@@ -50,25 +50,20 @@ def probe(job: Job) -> Blueprint:
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as fake:
             return _look(job, _faked(fake, inputs), _faked(fake, target))
-    except Exception:
-        # Whatever went wrong, the real run decides: its error is the user's, not the fake tensors'.
+    except Exception as error:
+        if isinstance(error, JobError) and error.__cause__ is None:
+            raise
+        # Code of the user raised, perhaps at fake tensors alone: the real run decides.
         return _look(job, inputs, target)
 
 
 def _faked(fake: FakeTensorMode, value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return fake.from_tensor(value)
-    if isinstance(value, tuple):
-        return tuple(_faked(fake, item) for item in value)
-    if isinstance(value, dict):
-        return {name: _faked(fake, item) for name, item in value.items()}
-    return value
+    return mapped(value, lambda leaf: fake.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf)
 
 
 def _look(job: Job, values: Values, target: Any) -> Blueprint:
     costs: list[LayerCost] = []
     shapes: dict[str, tuple[int, ...]] = {}
-    trains = False
     cast: AbstractContextManager[Any] = nullcontext()
     if job.precision == "bf16":
         cast = torch.autocast("cpu", torch.bfloat16)
@@ -78,8 +73,7 @@ def _look(job: Job, values: Values, target: Any) -> Blueprint:
                 layer = _built(job, index)
                 _note_tied(job, layer, shapes)
                 values, cost = _run(job, layer, values)
-                trains = trains or bool(layer.trained)
-                values = tuple(v.detach().requires_grad_(trains and v.is_floating_point()) for v in values)
+                values = tuple(handed_on(v) for v in values)
                 costs.append(cost)
             loss, weight = loss_of(job, values, target)
     except LayerFailed as error:
@@ -95,12 +89,11 @@ def _look(job: Job, values: Values, target: Any) -> Blueprint:
 
 def _built(job: Job, index: int) -> HeldLayer:
     try:
-        module = build_layer(job, index)
+        return HeldLayer(job, index, build_layer(job, index), {})
     except CulmError:
         raise
     except Exception as error:
         raise JobError(f"Job.layers[{index}] could not be built: {type(error).__name__}: {error}") from error
-    return HeldLayer(job, index, module, {})
 
 
 def _run(job: Job, layer: HeldLayer, values: Values) -> tuple[Values, LayerCost]:
@@ -114,10 +107,11 @@ def _run(job: Job, layer: HeldLayer, values: Values) -> tuple[Values, LayerCost]
     with (
         FlopCounterMode(display=False) as flops,
         torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
-        statistics.recording(),
+        statistics.recording() as recorded,
     ):
         outputs = call_layer(layer, values, 0, 0, job.seed)
     layer.guard.check()
+    statistics.collect(layer.moving, recorded)
     return outputs, _cost(layer, outputs, flops.get_total_flops(), saved)
 
 

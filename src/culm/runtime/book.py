@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from culm.errors import RunError
+from culm.errors import JobError, RunError
+from culm.runtime.update import added
 
 if TYPE_CHECKING:
     from culm.runtime.segment import Outcome, Segment
+    from culm.runtime.statistics import Statistics
 
 
 class Book:
@@ -28,8 +30,15 @@ class Book:
         self.outcomes: dict[int, Outcome] = {}
 
     def note(self, micro: int, outcome: Outcome) -> None:
-        """F of a micro-batch ran here."""
+        """F of a micro-batch ran here. Raises JobError if its statistics have other shapes than those before."""
         self.outcomes[micro] = outcome
+        for index, recorded in outcome.statistics.items():
+            before = next(iter(self.outcomes.values())).statistics[index]
+            if _shapes(recorded) != _shapes(before):
+                raise JobError(
+                    f"Job.layers[{index}] recorded shapes {_shapes(before)}, and {_shapes(recorded)} for another "
+                    "micro-batch: record the same shapes for each"
+                )
 
     def count(self, micro: int) -> None:
         """W of a micro-batch went into the sums here."""
@@ -60,14 +69,13 @@ class Book:
         return torch.cat(values) if values else torch.zeros(0, dtype=torch.float64)
 
     def _width(self) -> int:
-        return (2 if self.segment.last else 0) + sum(math.prod(shape) for shape, _ in self._shapes())
+        return (2 if self.segment.last else 0) + sum(
+            math.prod(shape) for recorded in self._pattern().values() for shape in _shapes(recorded)
+        )
 
-    def _shapes(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Of the statistics of one micro-batch; the same for each of them, by any that ran here."""
-        if not self.segment.moving:
-            return []
-        known = next(iter(self.outcomes.values()))
-        return [(tuple(t.shape), t.dtype) for recorded in known.statistics.values() for m in recorded for t in m]
+    def _pattern(self) -> dict[int, Statistics]:
+        """Statistics of one micro-batch that ran here; all have the same shapes."""
+        return next(iter(self.outcomes.values())).statistics if self.segment.moving else {}
 
     def settle(self, rider: Tensor) -> Settled:
         """Read the sum: raises RunError unless every micro-batch was counted exactly once."""
@@ -87,23 +95,20 @@ class Book:
         weights = rows[:, 1].tolist() if self.segment.last else []
         return Settled(counts, losses, weights, self._statistics(rows[:, 2 if self.segment.last else 0 :]))
 
-    def _statistics(self, rows: Tensor) -> dict[int, list[tuple[tuple[Tensor, ...], ...]]]:
+    def _statistics(self, rows: Tensor) -> dict[int, list[Statistics]]:
         """By layer: what each micro-batch recorded, in order."""
-        if not self.segment.moving:
-            return {}
-        pattern = next(iter(self.outcomes.values())).statistics
-        found: dict[int, list[tuple[tuple[Tensor, ...], ...]]] = {index: [] for index in pattern}
-        for row in rows:
-            at = 0
+        pattern = self._pattern()
+        found: dict[int, list[Statistics]] = {index: [] for index in pattern}
+        for row in rows if pattern else ():
+            values = iter(row.split([math.prod(shape) for recorded in pattern.values() for shape in _shapes(recorded)]))
             for index, recorded in pattern.items():
-                modules = []
-                for module in recorded:
-                    sizes = [t.numel() for t in module]
-                    parts = row[at : at + sum(sizes)].split(sizes)
-                    modules.append(tuple(p.to(t).view(t.shape) for p, t in zip(parts, module, strict=True)))
-                    at += sum(sizes)
+                modules = [tuple(next(values).to(t).view(t.shape) for t in module) for module in recorded]
                 found[index].append(tuple(modules))
         return found
+
+
+def _shapes(recorded: Statistics) -> list[tuple[int, ...]]:
+    return [tuple(tensor.shape) for module in recorded for tensor in module]
 
 
 class Settled:
@@ -114,9 +119,9 @@ class Settled:
         counts: list[int],
         losses: list[float],
         weights: list[float],
-        statistics: dict[int, list[tuple[tuple[Tensor, ...], ...]]],
+        statistics: dict[int, list[Statistics]],
     ) -> None:
         self.counts = counts
         self.statistics = statistics
-        self.loss_sum = sum(losses)
-        self.weight_sum = sum(weights)
+        self.loss_sum = added(losses)
+        self.weight_sum = added(weights)

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from culm.errors import NonFiniteLoss
-from culm.runtime.update import clip_factor, finish_layers, layer_norms, lr_factor, scale
+from culm.runtime.update import check_finite, check_loss, clip_factor, finish_layers, layer_norms, lr_factor, scale
 from culm.transport.base import Key
 
 if TYPE_CHECKING:
@@ -51,19 +50,16 @@ class Closing:
     async def close(self, step: int) -> Closed:
         """Divide, clip, step and move the statistics; the sums are empty afterwards."""
         settled = self.executor.settled.get(self.last)
-        if settled is not None and not math.isfinite(settled.loss_sum) and self.job.nonfinite == "stop":
-            raise NonFiniteLoss(
-                f"the loss of step {step} is {settled.loss_sum}: lower the learning rate, set clip_norm, or skip such "
-                "steps with nonfinite='skip'"
-            )
+        if settled is not None and self.job.nonfinite == "stop":
+            check_loss(step, settled.loss_sum, settled.weight_sum)
         loss_sum, weight_sum = await self._totals(step)
-        finish_layers(self.layers, weight_sum)
-        for group in self.state.tied.values():
+        for group in self.state.tied.values():  # before the sums of the layers, which are divided in place
             await self._finish_tied(step, group, weight_sum)
+        finish_layers(self.layers, weight_sum)
         norm = await self._clip(step)
         skipped = self.job.nonfinite == "skip" and not (math.isfinite(loss_sum) and math.isfinite(norm or 0.0))
         if not skipped:
-            self._check_finite(step)
+            check_finite(step, self.layers, self.state.tied.values())
             factor = lr_factor(self.job, step)
             for _, unit in self.state.units():
                 unit.step(factor)
@@ -73,16 +69,8 @@ class Closing:
         speaks = settled is not None and self._speaks(self.last)
         return Closed(loss_sum if speaks else None, weight_sum if speaks else None, norm, skipped)
 
-    def _check_finite(self, step: int) -> None:
-        """Exact sums have no NaN to carry on with: what did not fit was left out, so the step must not be taken."""
-        for layer in self.layers:
-            if not layer.accumulator.finite:
-                raise NonFiniteLoss(
-                    f"a gradient of {layer.label} in step {step} is not finite: lower the learning rate"
-                )
-
     async def _totals(self, step: int) -> tuple[float, float]:
-        """Sum of the losses (where known) and what the sums are divided by: M, or the weights that the loss returned."""
+        """Sum of the losses (where known) and what the sums are divided by: M, or the weights that the loss gave."""
         settled = self.executor.settled.get(self.last)
         weights = float(self.job.micro_batches)
         if settled is None and not self.asks_totals:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -54,14 +55,25 @@ def _collated(job: Job, data: Dataset, indices: Any, device: torch.device) -> tu
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Tensors inside tuples, lists and dictionaries moved; everything else as it is."""
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
+    """Tensors, and whatever else can move itself, moved; everything else as it is."""
+
+    def moved(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.to(device, non_blocking=True)
+        return leaf.to(device) if hasattr(leaf, "to") else leaf
+
+    return mapped(value, moved)
+
+
+def mapped(value: Any, turn: Callable[[Any], Any]) -> Any:
+    """The same tuples, lists and dictionaries with what is in them turned into something else."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(mapped(item, turn) for item in value))
     if isinstance(value, (tuple, list)):
-        return tuple(to_device(item, device) for item in value)
+        return type(value)(mapped(item, turn) for item in value)
     if isinstance(value, dict):
-        return {name: to_device(item, device) for name, item in value.items()}
-    return value
+        return {name: mapped(item, turn) for name, item in value.items()}
+    return turn(value)
 
 
 def pack(value: Any, what: str) -> Values:

@@ -70,6 +70,7 @@ class Executor:
         self.settled: dict[int, Settled] = {}
         self.kept: dict[int, list[Tensor]] = {}
         self.kept_peak = 0
+        self._kept_bytes = 0
         self.tapes_peak = 0
         self.waited_s = 0.0
         self.spans: collections.deque[tuple[int, str, float, float]] = collections.deque(maxlen=4096)
@@ -109,10 +110,14 @@ class Executor:
         self.books = {g: Book(segment, self.job.micro_batches) for g, segment in self.segments.items()}
         self.settled = {}
         self._home.clear()
-        for op in self.program:
-            if op.action.kind is Kind.S:
-                break
-            await self._run(step, op)
+        self.transport.busy(True)
+        try:
+            for op in self.program:
+                if op.action.kind is Kind.S:
+                    break
+                await self._run(step, op)
+        finally:
+            self.transport.busy(False)
         for g in self.segments:
             await self._reducing.pop(g)
 
@@ -178,14 +183,15 @@ class Executor:
             self._home[op.label] = tuple(values)
 
     def _keep(self, step: int, tensors: Sequence[Tensor | None]) -> None:
-        self.kept.setdefault(step, []).extend(t for t in tensors if t is not None)
-        held = sum(t.nbytes for kept in self.kept.values() for t in kept)
-        self.kept_peak = max(self.kept_peak, held)
+        found = [t for t in tensors if t is not None]
+        self.kept.setdefault(step, []).extend(found)
+        self._kept_bytes += sum(t.nbytes for t in found)
+        self.kept_peak = max(self.kept_peak, self._kept_bytes)
 
     def committed(self, step: int) -> None:
         """Every holder has the sums of this step: what was kept for it may go."""
         for old in [s for s in self.kept if s <= step]:
-            del self.kept[old]
+            self._kept_bytes -= sum(t.nbytes for t in self.kept.pop(old))
 
     async def _start_reduce(self, g: int) -> None:
         """R: begin to add up a segment over the pipelines, and go on with other work meanwhile."""

@@ -26,7 +26,7 @@ def key(*parts: int | str) -> int:
 
 def seed_layer(seed: int, step: int, micro: int, layer: int) -> None:
     """Draws inside a layer (dropout and the like) come from (seed, step, micro-batch, layer)."""
-    seed_torch(key(seed, step, micro, layer))
+    seed_everything(key(seed, step, micro, layer))
 
 
 def seed_torch(value: int) -> None:
@@ -37,7 +37,7 @@ def seed_torch(value: int) -> None:
 
 
 def seed_everything(value: int) -> None:
-    """Seed torch, random and numpy: what a data set or an initialiser may draw from."""
+    """Seed torch, random and numpy: what a layer, a data set or an initialiser may draw from."""
     seed_torch(value)
     random.seed(value)
     numpy = sys.modules.get("numpy")

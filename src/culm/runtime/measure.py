@@ -14,8 +14,8 @@ from torch import Tensor
 from culm.errors import LayerFailed
 from culm.plan.profile import LayerCost, Profile
 from culm.runtime import statistics
+from culm.runtime.call import call_layer, loss_of
 from culm.runtime.data import Values, micro_batch
-from culm.runtime.segment import call_layer, loss_of
 from culm.runtime.state import HeldLayer, build_layer
 from culm.runtime.worker import device_of
 

@@ -13,18 +13,18 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from culm.errors import CulmError, JobError, LayerFailed
+from culm.errors import CulmError, LayerFailed
 from culm.runtime import split, statistics
-from culm.runtime.data import Values, pack
-from culm.runtime.keys import seed_layer
+from culm.runtime.call import Manner, call_layer, handed_on, loss_of
+from culm.runtime.data import Values
+from culm.runtime.split import Gradients
+from culm.runtime.statistics import Statistics
 
 if TYPE_CHECKING:
     from culm.job import Job
     from culm.runtime.state import HeldLayer, State
-
-Gradients = tuple[Tensor | None, ...]
 
 
 @dataclass(slots=True)
@@ -34,7 +34,8 @@ class Piece:
     inputs: Values
     outputs: Values
     layers: list[HeldLayer]
-    halfway: split.Halfway | None = None
+    halfway: list[split.Bunch] = field(default_factory=list)
+    """What I leaves for W."""
 
 
 @dataclass(slots=True)
@@ -57,8 +58,8 @@ class Outcome:
 
     loss: Tensor | None = None
     weight: Tensor | float | None = None
-    statistics: dict[int, tuple[tuple[Tensor, ...], ...]] = field(default_factory=dict)
-    """By layer: what each of its moving modules recorded."""
+    statistics: dict[int, Statistics] = field(default_factory=dict)
+    """By layer, where it has moving modules."""
 
 
 class Segment:
@@ -69,9 +70,9 @@ class Segment:
         self.layers = [state.layers[index] for index in layers]
         self.last = layers[-1] == len(job.layers) - 1
         self.split = split_backward
-        self.weights = [p for layer in self.layers for p in layer.trained.values()]
         self.moving = any(layer.moving for layer in self.layers)
         self.tapes: dict[tuple[int, int], Tape] = {}
+        self._loss_manner = Manner()
         self._cast: Callable[[], AbstractContextManager[Any]] = nullcontext
         if job.precision == "bf16":
             kind = state.device.type
@@ -89,12 +90,12 @@ class Segment:
             outputs = run(tape, inputs)
             if self.last:
                 outputs = self._loss(tape, outputs, target, outcome)
-        if self.moving:
-            outcome.statistics = self._statistics(recorded)
         for layer in self.layers:
             layer.guard.check()
+            if layer.moving:
+                outcome.statistics[layer.index] = statistics.collect(layer.moving, recorded)
         self.tapes[step, micro] = tape
-        return () if self.last else tuple(_handed_on(o) for o in outputs), outcome
+        return () if self.last else tuple(handed_on(o) for o in outputs), outcome
 
     def evaluate(self, micro: int, inputs: Values, target: Any = None) -> tuple[Values, Outcome]:
         """F in evaluation mode: no graph, no dropout, nothing moves."""
@@ -108,9 +109,9 @@ class Segment:
                 finally:
                     layer.module.train()
             if self.last:
-                outcome.loss, outcome.weight = loss_of(self.job, values, target)
+                outcome.loss, outcome.weight = loss_of(self.job, values, target, self._loss_manner)
                 values = ()
-        return values, outcome
+        return tuple(handed_on(v) for v in values), outcome
 
     def backward(self, step: int, micro: int, gradients: Gradients) -> Gradients:
         """B: gradients of the inputs; those of the weights are added to the sums."""
@@ -130,10 +131,11 @@ class Segment:
         pieces = []
         for piece in self._pieces_backwards(tape):
             outputs, given = _wanted(piece.outputs, gradients)
+            gradients = tuple(None for _ in piece.inputs)
             if outputs:
                 with self._blame(piece):
-                    piece.halfway = split.input_half(outputs, given, piece.inputs, _weights(piece))
-            gradients = _taken(piece.inputs)
+                    gradients, piece.halfway = split.input_half(outputs, given, piece.inputs)
+            piece.outputs = ()  # or the graph would live on as a whole
             pieces.append(piece)
         tape.pieces, tape.again = pieces, []
         return gradients
@@ -148,60 +150,52 @@ class Segment:
                 gradients = _taken(piece.inputs)
         else:
             for piece in tape.pieces:
-                if piece.halfway is not None:
-                    with self._blame(piece):
-                        split.weight_half(_weights(piece), piece.halfway)
+                with self._blame(piece):
+                    split.weight_half(piece.halfway)
         self._absorb()
 
     def _forward_taped(self, tape: Tape, values: Values) -> Values:
         piece = Piece(values, values, [])
         for layer in self.layers:
             if piece.layers and len(values) > 1:
-                piece = self._close(tape, piece, values)
-                values = piece.inputs
+                piece.outputs = values
+                tape.pieces.append(piece)
+                values = tuple(handed_on(v) for v in values)
+                piece = Piece(values, (), [])
             values = call_layer(layer, values, tape.step, tape.micro, self.job.seed)
             piece.layers.append(layer)
-        if self.split and not self.last:
-            values = tuple(split.owned(v) for v in values)
         piece.outputs = values
         tape.pieces.append(piece)
         return values
 
-    def _close(self, tape: Tape, piece: Piece, values: Values) -> Piece:
-        if self.split:
-            values = tuple(split.owned(v) for v in values)
-        piece.outputs = values
-        tape.pieces.append(piece)
-        return Piece(tuple(_handed_on(v) for v in values), (), [])
-
     def _forward_lean(self, tape: Tape, values: Values) -> Values:
-        """Keeps the inputs of the layers and no graph."""
-        flows = any(v.requires_grad for v in values)
-        with torch.no_grad():
-            for layer in self.layers:
-                tape.again.append((layer, values))
-                values = call_layer(layer, values, tape.step, tape.micro, self.job.seed)
-                flows = flows or bool(layer.trained)
-                values = tuple(v.detach().requires_grad_(flows and v.is_floating_point()) for v in values)
+        """Keeps the inputs of the layers. Each makes its graph, too, and drops it: without one, kernels may differ."""
+        for layer in self.layers:
+            tape.again.append((layer, values))
+            before = [v._version for v in values]
+            made = call_layer(layer, values, tape.step, tape.micro, self.job.seed)
+            if [v._version for v in values] != before:
+                raise LayerFailed(
+                    f"{layer.label} writes into its input at times: with recompute, always or never do so"
+                )
+            values = tuple(handed_on(v) for v in made)
         return values
 
     def _loss(self, tape: Tape, outputs: Values, target: Any, outcome: Outcome) -> Values:
         """The loss joins the last piece, or is a piece of its own where the layers are run again."""
         if self.job.recompute:
             tape.pieces.append(Piece(outputs, (), []))
-        loss, outcome.weight = loss_of(self.job, outputs, target)
-        tape.pieces[-1].outputs = (split.owned(loss) if self.split else loss,)
+        loss, outcome.weight = loss_of(self.job, outputs, target, self._loss_manner)
+        tape.pieces[-1].outputs = (loss,)
         outcome.loss = loss.detach()
         return (loss,)
 
     def _pieces_backwards(self, tape: Tape) -> Any:
         yield from reversed(tape.pieces)
         for layer, values in reversed(tape.again):
-            inputs = tuple(_handed_on(v) for v in values)
+            inputs = tuple(handed_on(v) for v in values)
             with torch.enable_grad(), self._cast(), statistics.recording():
                 outputs = call_layer(layer, inputs, tape.step, tape.micro, self.job.seed)
-            if self.split:
-                outputs = tuple(split.owned(o) for o in outputs)
             yield Piece(inputs, outputs, [layer])
 
     def _absorbed(self, piece: Piece, gradients: Gradients) -> None:
@@ -214,13 +208,6 @@ class Segment:
         if self.job.exact:
             for layer in self.layers:
                 layer.accumulator.absorb()
-
-    def _statistics(self, recorded: dict[int, tuple[Tensor, ...]]) -> dict[int, tuple[tuple[Tensor, ...], ...]]:
-        return {
-            layer.index: tuple(recorded.get(id(module), ()) for module in layer.moving)
-            for layer in self.layers
-            if layer.moving
-        }
 
     def _blame(self, piece: Piece) -> _Blame:
         return _Blame(piece.layers)
@@ -243,42 +230,6 @@ class _Blame:
             raise LayerFailed(f"the backward of {where} raised {type(cause).__name__}: {cause}") from error
 
 
-def call_layer(layer: HeldLayer, values: Values, step: int, micro: int, seed: int) -> Values:
-    """One layer's forward, with its own randomness; an exception of the user's code names the layer."""
-    seed_layer(seed, step, micro, layer.index)
-    try:
-        if len(values) == 1:
-            made = layer.module(values[0])
-        else:
-            made = layer.module(*values) if layer.unpacks else layer.module(values)
-    except CulmError:
-        raise
-    except Exception as error:
-        shapes = ", ".join(f"{tuple(v.shape)} {str(v.dtype).removeprefix('torch.')}" for v in values)
-        raise LayerFailed(f"{layer.label} raised {type(error).__name__} on input {shapes}: {error}") from error
-    return pack(made, f"the output of {layer.label}") if not isinstance(made, Tensor) else (made,)
-
-
-def loss_of(job: Job, outputs: Values, target: Any) -> tuple[Tensor, Tensor | float | None]:
-    """The loss of a micro-batch and, where the loss returns (sum, weight), its weight."""
-    try:
-        made = job.loss(outputs[0] if len(outputs) == 1 else outputs, target)
-    except Exception as error:
-        raise LayerFailed(f"the loss raised {type(error).__name__}: {error}") from error
-    loss, weight = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-        raise JobError(f"Job.loss returned {shape}: return a scalar mean, or (sum, weight)")
-    if isinstance(weight, Tensor):
-        weight = weight.detach()
-    return loss if loss.ndim == 0 else loss.reshape(()), weight
-
-
-def _handed_on(value: Tensor) -> Tensor:
-    """The same numbers as a fresh leaf."""
-    return value.detach().requires_grad_(value.requires_grad)
-
-
 def _wanted(outputs: Values, gradients: Gradients) -> tuple[list[Tensor], list[Tensor] | None]:
     """The ends that a gradient flows into, with it; for the loss, which has none given, None."""
     if not gradients:
@@ -294,7 +245,3 @@ def _taken(inputs: Values) -> Gradients:
         if x.requires_grad:
             x.grad = None
     return found
-
-
-def _weights(piece: Piece) -> list[nn.Parameter]:
-    return [p for layer in piece.layers for p in layer.trained.values()]

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from culm.errors import JobError
 from culm.runtime import statistics
 from culm.runtime.accumulate import Accumulator, finish
+from culm.runtime.call import Manner
 from culm.runtime.keys import key, seed_everything
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 Scalar = int | float | bool | str | None
 
 
-@dataclass
+@dataclass(repr=False)
 class Snapshot:
     """State on its way: to a checkpoint, to another holder, into a test."""
 
@@ -38,6 +39,9 @@ class Snapshot:
     """Optimizer state that is tensors ..."""
     scalars: dict[str, Scalar] = field(default_factory=dict)
     """... and that is plain numbers."""
+
+    def __repr__(self) -> str:
+        return f"Snapshot of {len(self.tensors)} tensors"
 
     def update(self, other: Snapshot) -> None:
         self.parameters.update(other.parameters)
@@ -87,14 +91,15 @@ class Unit:
         self.parameters = dict(parameters)
         trained = [p for p in self.parameters.values() if p.requires_grad]
         self.optimizer = _optimizer(job, trained) if trained else None
-        self._base = [group["lr"] for group in self.optimizer.param_groups] if self.optimizer else []
+        self._base = [group.get("lr") for group in self.optimizer.param_groups] if self.optimizer else []
 
     def step(self, factor: float) -> None:
         """One optimizer step on the gradients that lie in `.grad`."""
         if self.optimizer is None:
             return
         for group, base in zip(self.optimizer.param_groups, self._base, strict=True):
-            group["lr"] = base * factor
+            if base is not None:
+                group["lr"] = base * factor
         self.optimizer.step()
 
     def snapshot(self) -> Snapshot:
@@ -164,12 +169,13 @@ class HeldLayer:
         self.module = module.train()
         self.moving = statistics.prepare(index, module)
         self.guard = statistics.Guard(index, module, self.moving)
+        self.manner = Manner()
         self.unpacks = _takes_several(module)
         named = {f"{index}.{name}": p for name, p in module.named_parameters()}
+        _check_parameters(job, index, named)
         self.unit = Unit(job, {name: p for name, p in named.items() if name not in tied})
         self.trained = {name: p for name, p in named.items() if p.requires_grad}
-        _one_type(index, self.trained)
-        self.accumulator = Accumulator(list(self.trained.values()), exact=job.exact)
+        self.accumulator = Accumulator(list(self.trained.values()), exact=job.exact, label=self.label)
 
     @property
     def label(self) -> str:
@@ -178,7 +184,7 @@ class HeldLayer:
 
     def buffers(self) -> dict[str, Tensor]:
         """Those that a state_dict has."""
-        mine = {name for name, _ in self.module.named_parameters()}
+        mine = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
         return {f"{self.index}.{name}": value for name, value in self.module.state_dict().items() if name not in mine}
 
     def sums(self) -> dict[str, Tensor]:
@@ -196,10 +202,15 @@ def _takes_several(module: nn.Module) -> bool:
     return inspect.Parameter.VAR_POSITIONAL in kinds or sum(kind in positional for kind in kinds) > 1
 
 
-def _one_type(index: int, trained: Mapping[str, nn.Parameter]) -> None:
-    types = sorted({str(p.dtype) for p in trained.values()})
+def _check_parameters(job: Job, index: int, named: Mapping[str, nn.Parameter]) -> None:
+    for name, parameter in named.items():
+        if isinstance(parameter, nn.UninitializedParameter):
+            raise JobError(f"Job.layers[{index}] is lazy, {name!r} has no shape yet: give the sizes when building it")
+    types = sorted({str(p.dtype).removeprefix("torch.") for p in named.values() if p.requires_grad})
     if len(types) > 1:
-        raise JobError(f"Job.layers[{index}] has parameters of types {', '.join(types)}: use one type in a layer")
+        raise JobError(f"Job.layers[{index}] trains parameters of types {', '.join(types)}: use one type in a layer")
+    if job.exact and types and types[0].startswith("complex"):
+        raise JobError(f"Job.layers[{index}] has complex parameters: exact sums are of real numbers, use exact=False")
 
 
 class TiedGroup:
@@ -207,7 +218,7 @@ class TiedGroup:
     in layer order, so that the result does not depend on where the model is cut."""
 
     def __init__(self, job: Job, names: Sequence[str], parameter: nn.Parameter) -> None:
-        self.names = tuple(sorted(names, key=lambda name: layer_of(name)))
+        self.names = tuple(sorted(names, key=layer_of))
         self.name = self.names[0]
         self.parameter = parameter
         self.unit = Unit(job, {self.name: parameter})
@@ -223,7 +234,7 @@ class TiedGroup:
         complete = totals[0].clone()
         for total in totals[1:]:
             complete += total
-        finish(self.gradient, complete, sum(bounds), divisor)
+        finish(self.gradient, complete, sum(bounds), divisor, f"the tied {self.name}")
 
 
 def layer_of(name: str) -> int:
@@ -244,7 +255,8 @@ class State:
         for index in wanted:
             self._hold(index)
         if job.init is not None:
-            self.restore_named(_initial(job.init, self.names()), {})
+            others = {group.name: group.names for group in self.tied.values()}
+            self.restore_named(_initial(job.init, self.names(), others), {})
 
     def _tie(self, wanted: Sequence[int]) -> None:
         for group in self.job.tied:
@@ -267,7 +279,7 @@ class State:
         self.layers[index] = HeldLayer(self.job, index, module, tied)
 
     def units(self) -> list[tuple[int, Unit]]:
-        """(layer, unit): those of the layers held here, and of the tied groups that touch them, by their first layer."""
+        """(layer, unit): those of the layers held here, and of tied groups that touch them, by their first layer."""
         own = [(index, layer.unit) for index, layer in self.layers.items()]
         return own + [(group.layers()[0], group.unit) for group in self.tied.values()]
 
@@ -326,12 +338,15 @@ def build_layer(job: Job, index: int) -> nn.Module:
 
 def named_parameter(module: nn.Module, name: str) -> nn.Parameter:
     """The parameter that '3.weight' names, in the module of layer 3."""
-    own = name.partition(".")[2]
-    try:
-        return module.get_parameter(own)
-    except AttributeError:
-        known = ", ".join(n for n, _ in module.named_parameters()) or "none"
-        raise JobError(f"Job.tied names {name!r}, which layer {layer_of(name)} does not have: it has {known}") from None
+    own, known = name.partition(".")[2], dict(module.named_parameters())
+    if own in known:
+        return known[own]
+    shared = dict(module.named_parameters(remove_duplicate=False)).get(own)
+    if shared is not None:
+        first = next(n for n, p in known.items() if p is shared)
+        raise JobError(f"Job.tied names {name!r}, which layer {layer_of(name)} has as {first!r} first: use that name")
+    has = ", ".join(known) or "none"
+    raise JobError(f"Job.tied names {name!r}, which layer {layer_of(name)} does not have: it has {has}")
 
 
 def _replace_parameter(module: nn.Module, name: str, alias: nn.Parameter) -> None:
@@ -341,20 +356,26 @@ def _replace_parameter(module: nn.Module, name: str, alias: nn.Parameter) -> Non
             f"Job.tied names {name!r} of shape {tuple(mine.shape)} with a parameter of shape {tuple(alias.shape)}: "
             "shared parameters have one shape"
         )
-    owner, _, own = name.partition(".")[2].rpartition(".")
-    setattr(module.get_submodule(owner), own, alias)
+    for part in module.modules():
+        for own, parameter in part._parameters.items():
+            if parameter is mine:  # a module may have it under several names
+                part._parameters[own] = alias
 
 
-def _initial(path: str, names: set[str]) -> dict[str, Tensor]:
-    """The named tensors of a safetensors file to start from. Every name must be there: a half-loaded model is a trap."""
+def _initial(path: str, names: set[str], others: Mapping[str, Sequence[str]]) -> dict[str, Tensor]:
+    """Named tensors of a safetensors file to start from; a tied one may stand under any of its names.
+
+    Every tensor must be there: a half-loaded model is a trap.
+    """
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
             known = set(file.keys())
-            missing = sorted(names - known)
+            found = {name: next((n for n in (name, *others.get(name, ())) if n in known), None) for name in names}
+            missing = sorted(name for name, stored in found.items() if stored is None)
             if missing:
                 raise JobError(f"Job.init {path!r} has no tensor {missing[0]!r} ({len(missing)} are missing)")
-            return {name: file.get_tensor(name) for name in sorted(names)}
+            return {name: file.get_tensor(stored) for name, stored in sorted(found.items())}
     except (SafetensorError, OSError) as error:
         raise JobError(f"Job.init {path!r} can not be read as safetensors: {error}") from None

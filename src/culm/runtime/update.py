@@ -5,18 +5,26 @@ The reference loop and every worker go through these functions, so that the arit
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from culm.errors import NonFiniteLoss
 from culm.runtime import statistics
 
 if TYPE_CHECKING:
     from culm.job import Job
     from culm.runtime.state import HeldLayer, State, TiedGroup
+
+
+def added(values: Iterable[float]) -> float:
+    """One after the other: the built-in sum compensates for rounding in some versions of Python, and not in others."""
+    return functools.reduce(operator.add, values, 0.0)
 
 
 def finish_layers(layers: Iterable[HeldLayer], divisor: float) -> None:
@@ -48,6 +56,36 @@ def clip_factor(job: Job, norms: Sequence[Tensor]) -> tuple[float, Tensor]:
     return float(total), torch.clamp(limit / (total + 1e-6), max=1.0)
 
 
+def check_loss(step: int, loss_sum: float, weight_sum: float) -> None:
+    """Raises NonFiniteLoss if the step has no finite loss."""
+    if weight_sum == 0:
+        raise NonFiniteLoss(
+            f"the weights that the loss returned add up to 0 in step {step}: there is nothing to learn from; make "
+            "batches with something that counts, or skip such steps with nonfinite='skip'"
+        )
+    if not math.isfinite(loss_sum):
+        raise NonFiniteLoss(
+            f"the loss of step {step} is {loss_sum}: lower the learning rate, set clip_norm, or skip such steps with "
+            "nonfinite='skip'"
+        )
+
+
+def check_finite(step: int, layers: Iterable[HeldLayer], groups: Iterable[TiedGroup]) -> None:
+    """Raises NonFiniteLoss if a gradient is not finite: no weight has moved yet. One pass, one wait for the device."""
+    made = [(layer.label, layer.accumulator.gradient, layer.accumulator.finite) for layer in layers]
+    made += [(f"the tied {group.name}", group.gradient, True) for group in groups]
+    if all(finite for _, _, finite in made):
+        sums = torch.stack([gradient.sum().float() for _, gradient, _ in made])  # a NaN or an infinity would show
+        if bool(sums.isfinite().all()):
+            return
+    for label, gradient, finite in made:
+        if not finite or not bool(gradient.isfinite().all()):
+            raise NonFiniteLoss(
+                f"a gradient of {label} in step {step} is not finite: lower the learning rate, set clip_norm, or skip "
+                "such steps with nonfinite='skip'"
+            )
+
+
 def scale(state: State, layers: Iterable[HeldLayer], groups: Iterable[TiedGroup], factor: Tensor) -> None:
     """Multiply gradients by the clip factor."""
     moved = factor.to(state.device)
@@ -62,10 +100,9 @@ def lr_factor(job: Job, step: int) -> float:
     return 1.0 if job.lr_schedule is None else float(job.lr_schedule(step))
 
 
-def apply_statistics(layer: HeldLayer, recorded: Iterable[Sequence[Sequence[Tensor]]]) -> None:
+def apply_statistics(layer: HeldLayer, recorded: Iterable[statistics.Statistics]) -> None:
     """Move a layer's buffers by what each micro-batch recorded, in micro-batch order."""
     with torch.no_grad():
         for micro in recorded:
             for module, values in zip(layer.moving, micro, strict=True):
-                if values:
-                    statistics.apply(module, values)
+                statistics.apply(module, values)

@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
-from culm.testing.cluster import Simulated, simulate
+from culm.testing.cluster import Cluster, Script, Simulated, simulate
 from culm.testing.loop import Deadlock, VirtualClock, run_virtual
 from culm.testing.reference import Trained, reference
 
-__all__ = ["Deadlock", "Simulated", "Trained", "VirtualClock", "reference", "run_virtual", "simulate"]
+__all__ = [
+    "Cluster",
+    "Deadlock",
+    "Script",
+    "Simulated",
+    "Trained",
+    "VirtualClock",
+    "reference",
+    "run_virtual",
+    "simulate",
+]

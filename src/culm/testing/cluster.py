@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
+import msgspec
 import torch
 
-from culm import errors
 from culm.cluster.agent import Agent
 from culm.cluster.prepare import Request, prepare
 from culm.cluster.setup import Result, Setup, decode_result, encode
 from culm.cluster.store import MemoryStore
-from culm.errors import CulmError, RunError
 from culm.job import Job
 from culm.runtime.state import Snapshot
 from culm.runtime.worker import Worker
@@ -41,36 +40,69 @@ class Simulated:
 
 
 def simulate(
-    job: Job, *, cost: Callable[[int, str], float] | None = None, latency: float = 0.0, **request: Any
+    job: Job,
+    *,
+    cost: Callable[[int, str], float] | None = None,
+    latency: float = 0.0,
+    script: Script | None = None,
+    **request: Any,
 ) -> Simulated:
-    """Train a job on a simulated cluster; the arguments are those of `culm.train`. Raises what a real run would."""
+    """Train a job on a simulated cluster; the arguments are those of `culm.train`. Raises what a real run would.
+
+    `cost` says how many virtual seconds an action of a node takes, `latency` how many anything is on its way, and
+    `script` is a coroutine beside the run that may hurt it: see `Cluster.kill`.
+    """
     setup = prepare(job, Request(**request))
     before = torch.get_num_threads()
     torch.set_num_threads(job.threads)
     try:
-        return run_virtual(_Cluster(job, setup, VirtualClock(cost), MemoryNetwork(latency)).run())
+        return run_virtual(Cluster(job, setup, VirtualClock(cost), MemoryNetwork(latency)).run(script))
     finally:
         torch.set_num_threads(before)
 
 
-class _Cluster:
+class Cluster:
+    """The nodes of one run, in this process and in virtual time."""
+
     def __init__(self, job: Job, setup: Setup, clock: VirtualClock, network: MemoryNetwork) -> None:
         self.job, self.setup, self.clock, self.network = job, setup, clock, network
         self.store = MemoryStore()
+        self.store.write("setup", encode(setup))
         self.workers: dict[int, Worker] = {}
+        self._nodes: dict[int, asyncio.Task[None]] = {}
+        self._killed: set[int] = set()
 
-    async def run(self) -> Simulated:
-        self.store.write("setup", encode(self.setup))
+    async def run(self, script: Script | None = None) -> Simulated:
+        """From the first node to the result; afterwards nothing of it runs any more."""
         steps = self.store.subscribe("step")
-        nodes = [asyncio.create_task(self._node(number)) for number in range(self.setup.nodes)]
-        await asyncio.gather(*nodes)
-        result = decode_result(self.store.read("result") or b"")
+        self._nodes = {number: asyncio.create_task(self._node(number)) for number in range(self.setup.nodes)}
+        hurting = [asyncio.ensure_future(script(self))] if script is not None else []
+        try:
+            await asyncio.gather(*self._nodes.values())
+        finally:
+            rest = [*self._nodes.values(), *hurting]
+            for task in rest:
+                task.cancel()
+            await asyncio.gather(*rest, return_exceptions=True)
+        result = decode_result(self.store.read("result") or encode(_NO_RESULT))
         if result.summary is None:
-            raise raised(result)
-        import msgspec
-
+            raise result.failure()
         losses = [msgspec.json.decode(steps.get_nowait().value or b"{}")["loss"] for _ in range(steps.qsize())]
         return Simulated(result.summary, losses, self._snapshot(), self.clock.now())
+
+    def kill(self, node: int) -> None:
+        """Take a node away without notice: nothing is heard of it again, and every connection to it breaks."""
+        self._killed.add(node)
+        self.network.drop(f"agent-{node}")
+        self.network.drop(f"worker-{node}")
+        self._nodes[node].cancel()
+        self.store.end(f"agent-{node}")
+
+    async def committed(self, step: int) -> None:
+        """Wait until a step is committed."""
+        steps = self.store.subscribe("step")
+        while msgspec.json.decode((await steps.get()).value or b"{}")["step"] < step:
+            pass
 
     async def _node(self, number: int) -> None:
         """A node: an agent, which starts a worker."""
@@ -85,10 +117,14 @@ class _Cluster:
 
         endpoint = self.network.endpoint(f"agent-{number}")
         client = self.store.client(f"agent-{number}")
-        agent = Agent(self.job, number, "simulated", endpoint, self.clock, client, start_worker)
-        await agent.run()
-        self.store.end(f"agent-{number}")
-        await endpoint.close()
+        try:
+            await Agent(self.job, number, "simulated", endpoint, self.clock, client, start_worker).run()
+        except asyncio.CancelledError:
+            if number not in self._killed:
+                raise
+        finally:
+            self.store.end(f"agent-{number}")
+            await endpoint.close()
 
     def _snapshot(self) -> Snapshot:
         """The model, each layer from its first holder."""
@@ -99,9 +135,5 @@ class _Cluster:
         return found.copy()
 
 
-def raised(result: Result) -> CulmError:
-    """The error that ended a run."""
-    kind: type[CulmError] = getattr(errors, result.error or "", RunError)
-    error = kind(result.message)
-    error.trace = result.trace
-    return error
+Script: TypeAlias = Callable[[Cluster], Awaitable[None]]
+_NO_RESULT = Result(error="RunError", message="all nodes have ended before the run")

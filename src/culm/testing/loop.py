@@ -30,7 +30,10 @@ class _NoWaiting(selectors.SelectSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Deterministic: callbacks run in the order in which they were asked for, timers in the order of their time."""
+    """Deterministic: callbacks run in the order in which they were asked for, timers in the order of their time.
+
+    Nothing of the outside is heard: threads and sockets have no place in virtual time.
+    """
 
     def __init__(self) -> None:
         self._virtual = [0.0]
@@ -41,26 +44,16 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end in virtual time; what is still running then is cancelled."""
-    loop = VirtualLoop()
-    try:
-        asyncio.set_event_loop(loop)
-        return loop.run_until_complete(main)
-    finally:
-        left = asyncio.all_tasks(loop)
-        for task in left:
-            task.cancel()
-        if left:
-            loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-        asyncio.set_event_loop(None)
-        loop.close()
+    """Run a coroutine to its end in virtual time; what is still running then is cancelled. Raises Deadlock."""
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(main)
 
 
 class VirtualClock:
     """The clock of a simulated cluster. `cost` says how many virtual seconds an action of a node takes."""
 
     def __init__(self, cost: Callable[[int, str], float] | None = None) -> None:
-        self._cost = cost or (lambda node, action: 0.0)
+        self._cost = cost or (lambda *_: 0.0)
 
     def now(self) -> float:
         return asyncio.get_running_loop().time()

@@ -10,14 +10,22 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from culm.runtime import statistics
-from culm.runtime.data import Values, evaluation_batch, evaluation_batches, micro_batch, pack
-from culm.runtime.keys import seed_layer
-from culm.runtime.segment import loss_of
+from culm.runtime.call import call_layer, handed_on, loss_of
+from culm.runtime.data import Values, evaluation_batch, evaluation_batches, micro_batch
 from culm.runtime.state import HeldLayer, Snapshot, State, total_digest
-from culm.runtime.update import apply_statistics, clip_factor, finish_layers, layer_norms, lr_factor, scale
+from culm.runtime.statistics import Statistics
+from culm.runtime.update import (
+    apply_statistics,
+    check_finite,
+    check_loss,
+    clip_factor,
+    finish_layers,
+    layer_norms,
+    lr_factor,
+    scale,
+)
 
 if TYPE_CHECKING:
     from culm.job import Job
@@ -35,7 +43,7 @@ class Trained:
 
 
 def reference(job: Job) -> Trained:
-    """Train the job in this process, on the CPU, with its number of threads."""
+    """Train the job in this process, on the CPU, with its number of threads. Raises what a run would."""
     before = torch.get_num_threads()
     torch.set_num_threads(job.threads)
     try:
@@ -61,47 +69,53 @@ def _step(job: Job, state: State, step: int) -> float:
         inputs, target = micro_batch(job, step, micro, state.device)
         loss, weight, moved = _micro_batch(job, layers, step, micro, inputs, target)
         loss_sum += loss
-        weight_sum += 1.0 if weight is None else weight
+        weight_sum += weight
         recorded.append(moved)
-    finish_layers(layers, weight_sum)
-    for group in state.tied.values():
-        held = [state.layers[index] for index in group.layers()]
-        sums = [layer.sums()[name] for layer, name in zip(held, group.names, strict=True)]
-        group.finish(sums, [layer.accumulator.bound for layer in held], weight_sum)
+    if job.nonfinite == "stop":
+        check_loss(step, loss_sum, weight_sum)
+    _finish(state, weight_sum)
     norm, factor = clip_factor(job, [layer_norms(layer, state.tied) for layer in layers])
-    if math.isfinite(norm) and math.isfinite(loss_sum):
-        if job.clip_norm is not None:
-            scale(state, layers, state.tied.values(), factor)
+    if job.clip_norm is not None:
+        scale(state, layers, state.tied.values(), factor)
+    if job.nonfinite == "stop" or math.isfinite(loss_sum + norm):
+        check_finite(step, layers, state.tied.values())
         for _, unit in state.units():
             unit.step(lr_factor(job, step))
         for layer in layers:
-            apply_statistics(layer, [moved.get(layer.index, ()) for moved in recorded])
+            apply_statistics(layer, [moved[layer.index] for moved in recorded] if layer.moving else [])
     for layer in layers:
         layer.accumulator.clear()
-    return loss_sum / weight_sum
+    return loss_sum / (weight_sum or 1.0)
+
+
+def _finish(state: State, divisor: float) -> None:
+    """From sums to gradients; those that layers share first, since the sums of the layers are divided in place."""
+    for group in state.tied.values():
+        held = [state.layers[index] for index in group.layers()]
+        sums = [layer.sums()[name] for layer, name in zip(held, group.names, strict=True)]
+        group.finish(sums, [layer.accumulator.bound for layer in held], divisor)
+    finish_layers(state.layers.values(), divisor)
 
 
 def _micro_batch(
     job: Job, layers: list[HeldLayer], step: int, micro: int, inputs: Values, target: Any
-) -> tuple[float, float | None, dict[int, tuple[tuple[Tensor, ...], ...]]]:
-    """Forward and backward of all layers; gradients go into the sums, statistics come back."""
+) -> tuple[float, float, dict[int, Statistics]]:
+    """Forward and backward of all layers; gradients go into the sums, (loss, weight, statistics) come back."""
     graph: list[tuple[Values, Values]] = []
     moved = {}
     with torch.autocast("cpu", torch.bfloat16, enabled=job.precision == "bf16"):
         values = inputs
         for layer in layers:
-            leaves = tuple(v.detach().requires_grad_(v.requires_grad) for v in values)
-            seed_layer(job.seed, step, micro, layer.index)
-            with statistics.recording() as seen:
-                several = len(leaves) > 1 and layer.unpacks
-                made = layer.module(*leaves) if several else layer.module(leaves if len(leaves) > 1 else leaves[0])
+            leaves = tuple(handed_on(v) for v in values)
+            with statistics.recording() as recorded:
+                values = call_layer(layer, leaves, step, micro, job.seed)
             if layer.moving:
-                moved[layer.index] = tuple(seen.get(id(module), ()) for module in layer.moving)
-            values = pack(made, layer.label)
+                moved[layer.index] = statistics.collect(layer.moving, recorded)
             graph.append((leaves, values))
-        ends = tuple(v.detach().requires_grad_(v.requires_grad) for v in values)
+        ends = tuple(handed_on(v) for v in values)
         loss, weight = loss_of(job, ends, target)
-    loss.backward()
+    if loss.requires_grad:
+        loss.backward()
     for leaves, values in reversed(graph):
         pairs = [(v, e.grad) for v, e in zip(values, ends, strict=True) if v.requires_grad and e.grad is not None]
         if pairs:
@@ -109,7 +123,7 @@ def _micro_batch(
         ends = leaves
     for layer in layers:
         layer.accumulator.absorb()
-    return loss.item(), None if weight is None else float(weight), moved
+    return loss.item(), 1.0 if weight is None else float(weight), moved
 
 
 def _evaluate(job: Job, state: State) -> float:
@@ -120,9 +134,7 @@ def _evaluate(job: Job, state: State) -> float:
             values, target = evaluation_batch(job, micro, state.device)
             for layer in state.layers.values():
                 layer.module.eval()
-                several = len(values) > 1 and layer.unpacks
-                made = layer.module(*values) if several else layer.module(values if len(values) > 1 else values[0])
-                values = pack(made, layer.label)
+                values = call_layer(layer, values, -1, micro, job.seed)
                 layer.module.train()
             loss, weight = loss_of(job, values, target)
             size = evaluation_size(job, micro)

@@ -8,16 +8,18 @@ awaiting, and closing an epoch wakes everyone who waits for something of it, at 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, TypeAlias
-
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 from culm.errors import EpochClosed
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 Address: TypeAlias = str
-Tensors: TypeAlias = tuple[Tensor | None, ...]
+Tensors: TypeAlias = "tuple[Tensor | None, ...]"
 
 
 class Key(NamedTuple):
@@ -42,7 +44,11 @@ class Group(Protocol):
         """Meet the others; returns when all are there."""
 
     async def all_reduce(self, tensor: Tensor) -> None:
-        """Replace `tensor` (a copy made for this) by the sum over the group. On failure its content is undefined."""
+        """Replace `tensor` (a copy made for this) by the sum over the group.
+
+        On failure its content is undefined: NodeLost when the others broke off (a suspicion: somebody may be gone),
+        EpochClosed when this member has left itself.
+        """
 
     def close(self) -> None:
         """Leave; whatever is under way is abandoned."""
@@ -58,6 +64,9 @@ class Transport(Protocol):
 
     def post(self, to: Address, body: bytes) -> None:
         """Queue a letter."""
+
+    def busy(self, computing: bool) -> None:
+        """Between busy(True) and busy(False) the worker computes and asks often: nobody else need hurry for it."""
 
     def arrived(self, key: Key) -> Tensors | None:
         """Take a frame that has come already: the way without a wait."""
@@ -79,7 +88,8 @@ class Transport(Protocol):
 
 
 class Mailbox:
-    """Frames that wait for the executor, and the executor that waits for frames.
+    """Frames that wait for the executor, and the executor that waits for frames. No frame is lost with a wait that was
+    cancelled: the next one finds it.
 
     `put` may be called from another thread (a pump of sockets); everything else from the event loop's own.
     """
@@ -100,17 +110,24 @@ class Mailbox:
             if waiter is None:
                 self._frames[key] = tensors
                 return
-        self._wake(waiter, tensors)
+        self._wake(key, waiter, tensors)
 
-    def _wake(self, waiter: asyncio.Future[Tensors], tensors: Tensors) -> None:
+    def _wake(self, key: Key, waiter: asyncio.Future[Tensors], tensors: Tensors) -> None:
         try:
             own = asyncio.get_running_loop() is self._loop
         except RuntimeError:
             own = False
         if own:
-            _settle(waiter, tensors)
+            self._settle(key, waiter, tensors)
         else:
-            self._loop.call_soon_threadsafe(_settle, waiter, tensors)
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                self._loop.call_soon_threadsafe(self._settle, key, waiter, tensors)
+
+    def _settle(self, key: Key, waiter: asyncio.Future[Tensors], tensors: Tensors) -> None:
+        if waiter.cancelled():
+            self.put(key, tensors)
+        elif not waiter.done():
+            waiter.set_result(tensors)
 
     def take(self, key: Key) -> Tensors | None:
         """A frame that is there."""
@@ -118,20 +135,26 @@ class Mailbox:
             return self._frames.pop(key, None)
 
     async def get(self, key: Key) -> Tensors:
-        """A frame, now or later."""
+        """A frame, now or later. A key has one waiter at a time."""
         with self._lock:
             found = self._frames.pop(key, None)
             if found is not None:
                 return found
             if key.epoch < self._floor:
                 raise EpochClosed(f"epoch {key.epoch} is closed")
+            assert key not in self._waiting or self._waiting[key].done(), key
             waiter = self._waiting[key] = self._loop.create_future()
         try:
             arrived: Tensors = await waiter
             return arrived
+        except asyncio.CancelledError:
+            if not waiter.cancelled() and waiter.done() and waiter.exception() is None:
+                self.put(key, waiter.result())  # it came and the wait was cancelled in one moment
+            raise
         finally:
             with self._lock:
-                self._waiting.pop(key, None)
+                if self._waiting.get(key) is waiter:
+                    del self._waiting[key]
 
     def close_epochs(self, below: int) -> None:
         """Drop frames and wake waiters of every epoch below."""
@@ -143,8 +166,3 @@ class Mailbox:
         for waiter in ended:
             if not waiter.done():
                 waiter.set_exception(EpochClosed("the epoch was closed"))
-
-
-def _settle(waiter: asyncio.Future[Tensors], tensors: Tensors) -> None:
-    if not waiter.done():
-        waiter.set_result(tensors)

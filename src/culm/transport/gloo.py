@@ -1,26 +1,37 @@
-"""Sums over a group of workers by torch's Gloo: always on a copy, so that a failure half-way destroys nothing."""
+"""Sums over a group of workers by torch's Gloo: always on a copy, so that a failure half-way destroys nothing.
+
+Gloo waits in threads of its own, and some of its waits can not be ended. So nothing of it is ever called or freed where
+waiting would hurt: not on the event loop, nor in a thread that the end of the process waits for.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 
-from culm.errors import RunError
+from culm.errors import EpochClosed, NodeLost
 from culm.transport.base import Address, Key
 
 if TYPE_CHECKING:
     from culm.transport.base import Transport
 
+A = ParamSpec("A")
+T = TypeVar("T")
+
 _TIMEOUT = timedelta(days=1)
 """Gloo's own time-out never decides: an epoch that ends abandons the group."""
+_groups: set[Any] = set()
+"""Groups that were not left: freeing one waits for what is under way in it, so it must never happen by the way."""
 _stores: dict[str, Any] = {}
 _stores_lock = threading.Lock()
 
@@ -39,15 +50,17 @@ class GlooGroup:
             return
         host = self._transport.address.rpartition(":")[0]
         if self._rank == 0:
-            store = await asyncio.to_thread(_own_store, host)
+            store = await _aside(_own_store, host)
+            place = torch.tensor([store.port, secrets.randbits(62)])
             for member in self._members[1:]:
-                self._transport.send(member, self._key, [torch.tensor([store.port])])
+                self._transport.send(member, self._key, [place])
         else:
-            (port,) = await self._transport.receive(self._key)
-            assert port is not None
-            first = self._members[0].rpartition(":")[0]
-            store = await asyncio.to_thread(_their_store, first, int(port))
-        self._group = await asyncio.to_thread(self._meet, store, host)
+            (sent,) = await self._transport.receive(self._key)
+            assert sent is not None
+            place = sent
+            store = await self._explained(_their_store, self._members[0].rpartition(":")[0], int(place[0]))
+        self._group = await self._explained(self._meet, PrefixStore(str(int(place[1])), store), host)
+        _groups.add(self._group)
 
     def _meet(self, store: Any, host: str) -> Any:
         gloo: Any = ProcessGroupGloo
@@ -55,38 +68,75 @@ class GlooGroup:
         options._devices = [gloo.create_device(hostname=host)]
         options._timeout = _TIMEOUT
         options._threads = 2
-        scoped = PrefixStore("/".join(map(str, self._key)), store)
-        return gloo(scoped, self._rank, len(self._members), options)
+        return gloo(store, self._rank, len(self._members), options)
+
+    async def _explained(self, slow: Callable[A, T], *args: A.args, **kwargs: A.kwargs) -> T:
+        try:
+            return await _aside(slow, *args, **kwargs)
+        except RuntimeError as error:
+            raise _broken(len(self._members), error) from None
 
     async def all_reduce(self, tensor: Tensor) -> None:
-        if self._group is None:
+        if len(self._members) == 1:
             return
-        done: asyncio.Future[None] = self._loop.create_future()
-        options = dist.AllreduceOptions()
-        work = self._group.allreduce([tensor], options)
+        if self._group is None:
+            raise EpochClosed("the group was left")
+        loop, size = self._loop, len(self._members)
+        done: asyncio.Future[None] = loop.create_future()
 
-        def finished(future: Any) -> None:
+        def finished(future: Any) -> None:  # in a thread of the group, which must not hold it: it could not free itself
+            error = None
             try:
                 future.wait()
-                error = None
             except RuntimeError as reason:
-                error = RunError(f"a reduce failed: {reason}")
-            self._loop.call_soon_threadsafe(_settle, done, error)
+                error = _broken(size, reason)
+            _settle(loop, done, None, error)
 
-        work.get_future().add_done_callback(finished)
+        self._group.allreduce([tensor], dist.AllreduceOptions()).get_future().add_done_callback(finished)
         await done
 
     def close(self) -> None:
-        self._group = None
+        if self._group is not None:
+            last = [self._group]
+            _groups.discard(self._group)
+            self._group = None
+            threading.Thread(target=last.clear, name="culm-gloo-end", daemon=True).start()
 
 
-def _settle(done: asyncio.Future[None], error: Exception | None) -> None:
-    if done.done():
-        return
-    if error is None:
-        done.set_result(None)
-    else:
-        done.set_exception(error)
+def _broken(size: int, reason: object) -> NodeLost:
+    return NodeLost(f"a sum over {size} workers broke off: {reason}")
+
+
+async def _aside(slow: Callable[A, T], *args: A.args, **kwargs: A.kwargs) -> T:
+    """Call in a thread that nobody waits for, unlike those of asyncio.to_thread: a call may never return."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def run() -> None:
+        try:
+            made = slow(*args, **kwargs)
+        except Exception as error:
+            _settle(loop, done, None, error)
+        else:
+            _settle(loop, done, made, None)
+
+    threading.Thread(target=run, name="culm-gloo", daemon=True).start()
+    return await done
+
+
+def _settle(loop: asyncio.AbstractEventLoop, done: asyncio.Future[Any], value: Any, error: Exception | None) -> None:
+    """From any thread: end a wait, if anybody still waits."""
+
+    def settle() -> None:
+        if done.done():
+            return
+        if error is None:
+            done.set_result(value)
+        else:
+            done.set_exception(error)
+
+    with contextlib.suppress(RuntimeError):  # the loop is closed
+        loop.call_soon_threadsafe(settle)
 
 
 def _own_store(host: str) -> Any:

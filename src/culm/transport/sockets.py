@@ -1,9 +1,10 @@
 """The real side: TCP, with one pump thread a process.
 
 The pump receives ahead while the worker computes, straight into the memory of the tensors, and finishes what a send
-could not place in the kernel's buffer at once. Sending itself happens in the caller's thread: one system call in the
-usual case. Why not Gloo's send and receive: a wait there can be neither polled nor cancelled. Why not ZeroMQ: it hides
-a lost connection, which is our fastest sign of a lost node.
+could not place in the kernel's buffer at once. In the usual case it has nothing to do: sending is one system call in
+the caller's thread, and a worker that waits reads for itself, so that a frame wakes one thread and not two.
+Why not Gloo's send and receive: a wait there can be neither polled nor cancelled. Why not ZeroMQ: it hides a lost
+connection, which is our fastest sign of a lost node.
 """
 
 from __future__ import annotations
@@ -11,20 +12,30 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
-import selectors
+import os
+import select
 import socket
 import threading
-from collections.abc import Sequence
-from typing import Any
-
-from torch import Tensor
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from culm.errors import RunError, UsageError
 from culm.transport import wire
 from culm.transport.base import Address, Key, Letter, Mailbox, Tensors
-from culm.transport.gloo import GlooGroup
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from culm.transport.gloo import GlooGroup
 
 _HANDSHAKE_S = 10.0
+_LOOK_OUT_S = 0.002
+_AHEAD = 128 << 10
+"""While the worker computes, less than this may wait in the kernel until it asks: to fetch a small frame costs less
+than to take turns with the worker for the interpreter."""
+_GLANCE_S = 0.05
+"""How long a letter may wait for a worker that computes."""
 _BUFFER = 4 << 20
 """Room in the kernel for a few activations, so that a sender seldom needs the pump."""
 
@@ -42,6 +53,7 @@ class SocketTransport:
         self._out: dict[Address, _LinkOut] = {}
         self._lock = threading.Lock()
         self._pump = _Pump(self._listener, self._accepted)
+        self._loop.add_reader(self._pump.inner.fileno(), self._pump.read)
 
     def send(self, to: Address, key: Key, tensors: Sequence[Tensor | None]) -> None:
         self._link(to).send(wire.frame(key, tensors))
@@ -49,11 +61,33 @@ class SocketTransport:
     def post(self, to: Address, body: bytes) -> None:
         self._link(to).send(wire.letter(body))
 
+    def busy(self, computing: bool) -> None:
+        self._pump.attend(not computing)
+
     def arrived(self, key: Key) -> Tensors | None:
-        return self.mailbox.take(key)
+        found = self.mailbox.take(key)
+        if found is None:
+            self._pump.read()
+            found = self.mailbox.take(key)
+        return found
 
     async def receive(self, key: Key) -> Tensors:
-        return await self.mailbox.get(key)
+        found = self._look_out(key)
+        if found is not None:
+            return found
+        with self._pump.resting():
+            return await self.mailbox.get(key)
+
+    def _look_out(self, key: Key) -> Tensors | None:
+        """Look for a frame for a moment before going to sleep: waking up takes longer than most frames take.
+
+        Offering the core to others at every turn keeps this harmless where workers share cores.
+        """
+        until = time.perf_counter() + _LOOK_OUT_S
+        while (found := self.mailbox.take(key)) is None and time.perf_counter() < until:
+            os.sched_yield()
+            self._pump.read()
+        return found
 
     async def letter(self) -> Letter:
         return await self._letters.get()
@@ -62,11 +96,14 @@ class SocketTransport:
         self.mailbox.close_epochs(below)
 
     def group(self, key: Key, members: Sequence[Address]) -> GlooGroup:
+        from culm.transport.gloo import GlooGroup  # a launcher has no groups, and no torch
+
         return GlooGroup(self, key, members)
 
     async def close(self) -> None:
         for link in list(self._out.values()):
             await asyncio.to_thread(link.drain, _HANDSHAKE_S)
+        self._loop.remove_reader(self._pump.inner.fileno())
         self._pump.stop()
 
     def _link(self, to: Address) -> _LinkOut:
@@ -88,7 +125,7 @@ class SocketTransport:
                 sock.close()
                 return
             _tune(sock)
-            self._pump.watch(_LinkIn(sock, caller, self))
+            self._pump.hear(_LinkIn(sock, caller, self))
 
         threading.Thread(target=meet, name="culm-welcome", daemon=True).start()
 
@@ -158,7 +195,7 @@ class _LinkOut:
         with self._condition:
             self._sock = sock
             self._flush()
-        self._pump.watch(self)
+            self._pump.serve(self, self._interest())
 
     def send(self, buffers: list[memoryview]) -> None:
         with self._condition:
@@ -169,9 +206,8 @@ class _LinkOut:
             if not idle or self._sock is None:
                 return
             self._flush()
-            waiting = bool(self._queue)
-        if waiting:
-            self._pump.wants_to_write(self)
+            if self._queue:
+                self._pump.change(self, self._interest())
 
     def _flush(self) -> None:
         """Send as much as the kernel takes. Called with the lock held."""
@@ -194,10 +230,11 @@ class _LinkOut:
     def ready(self, events: int) -> bool:
         """From the pump: writable, or the other end closed. False: forget this link."""
         with self._condition:
-            if events & selectors.EVENT_READ and self._closed_by_peer():
+            if events & ~select.EPOLLOUT and self._closed_by_peer():
                 self._fail_locked()
-            elif events & selectors.EVENT_WRITE:
+            elif events & select.EPOLLOUT:
                 self._flush()
+                self._pump.change(self, self._interest())
             return not self._broken
 
     def _closed_by_peer(self) -> bool:
@@ -209,9 +246,8 @@ class _LinkOut:
         except OSError:
             return True
 
-    def interest(self) -> int:
-        with self._condition:
-            return selectors.EVENT_READ | (selectors.EVENT_WRITE if self._queue else 0)
+    def _interest(self) -> int:
+        return select.EPOLLIN | (select.EPOLLOUT if self._queue else 0)
 
     def fail(self) -> None:
         with self._condition:
@@ -243,6 +279,7 @@ class _LinkIn:
 
     def __init__(self, sock: socket.socket, caller: Address, owner: SocketTransport) -> None:
         self._sock, self._caller, self._owner = sock, caller, owner
+        self._lock = threading.Lock()
         self._begin()
 
     def _begin(self) -> None:
@@ -252,8 +289,12 @@ class _LinkIn:
         self._parts: collections.deque[memoryview] = collections.deque([memoryview(self._prefix)])
 
     def ready(self, events: int) -> bool:
-        """From the pump: readable. False: the connection ended."""
+        """Readable, seen by the pump or by the loop. False: the connection ended."""
         del events
+        with self._lock:
+            return self._read()
+
+    def _read(self) -> bool:
         try:
             while True:
                 while self._parts:
@@ -297,8 +338,10 @@ class _LinkIn:
             self._owner.mailbox.put(key, tuple(tensors))
             self._begin()
 
-    def interest(self) -> int:
-        return selectors.EVENT_READ
+    def wake_at(self, count: int) -> None:
+        """Be readable, for those who watch, from so many bytes on (or at the end of the connection)."""
+        with contextlib.suppress(OSError):
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
 
     def fileno(self) -> int:
         return self._sock.fileno()
@@ -308,56 +351,89 @@ class _LinkIn:
 
 
 class _Pump:
-    """The thread that moves bytes while the worker computes."""
+    """The thread that moves bytes while the worker computes, unless they are so few that the worker had better do it.
+
+    `inner` watches the connections that we hear, `outer` everything else and, unless a worker waits and reads for
+    itself, `inner`. Both are epoll sets of the kernel, which any thread may change while another waits on them.
+    """
 
     def __init__(self, listener: socket.socket, accepted: Any) -> None:
         self._listener, self._accepted = listener, accepted
-        self._selector = selectors.DefaultSelector()
-        self._asked: collections.deque[Any] = collections.deque()
-        self._wake_in, self._wake_out = socket.socketpair()
-        self._wake_in.setblocking(False)
-        self._wake_out.setblocking(False)
-        self._selector.register(listener, selectors.EVENT_READ)
-        self._selector.register(self._wake_in, selectors.EVENT_READ)
+        self._links: dict[int, _LinkIn | _LinkOut] = {}
+        self._resting = 0
+        self._attends = True
+        self._stop_in, self._stop_out = socket.socketpair()
+        self.inner = select.epoll()
+        self._outer = select.epoll()
+        for watched in (listener.fileno(), self._stop_in.fileno(), self.inner.fileno()):
+            self._outer.register(watched, select.EPOLLIN)
         self._thread = threading.Thread(target=self._run, name="culm-pump", daemon=True)
         self._thread.start()
 
-    def watch(self, link: _LinkOut | _LinkIn) -> None:
-        """From any thread: begin to serve a link."""
-        self._ask(link)
+    def hear(self, link: _LinkIn) -> None:
+        """From any thread: begin to read a connection."""
+        link.wake_at(1 if self._attends else _AHEAD)
+        self._links[link.fileno()] = link
+        self.inner.register(link.fileno(), select.EPOLLIN)
 
-    def wants_to_write(self, link: _LinkOut) -> None:
-        """From any thread: bytes are left over."""
-        self._ask(link)
+    def serve(self, link: _LinkOut, events: int) -> None:
+        """From any thread: watch a connection that we send on."""
+        self._links[link.fileno()] = link
+        self._outer.register(link.fileno(), events)
 
-    def _ask(self, what: Any) -> None:
-        self._asked.append(what)
-        with contextlib.suppress(OSError):
-            self._wake_out.send(b"x")
+    def change(self, link: _LinkOut, events: int) -> None:
+        """From any thread: what a link waits for has changed."""
+        with contextlib.suppress(FileNotFoundError):  # not served yet: it will be, with its interest of then
+            self._outer.modify(link.fileno(), events)
 
-    def stop(self) -> None:
-        """End the thread and close every connection."""
-        self._ask(None)
-        self._thread.join()
-        for key in list(self._selector.get_map().values()):
-            if isinstance(key.data, (_LinkIn, _LinkOut)):
-                key.data.shut()
-        self._selector.close()
-        for sock in (self._listener, self._wake_in, self._wake_out):
-            sock.close()
+    @contextlib.contextmanager
+    def resting(self) -> Iterator[None]:
+        """From the loop's thread: while it waits it reads for itself."""
+        computing = not self._attends
+        self._resting += 1
+        if self._resting == 1:
+            self._outer.unregister(self.inner.fileno())
+            self.attend(True)
+        try:
+            yield
+        finally:
+            self._resting -= 1
+            if self._resting == 0 and not self._outer.closed:
+                self.attend(not computing)
+                self._outer.register(self.inner.fileno(), select.EPOLLIN)
+
+    def attend(self, closely: bool) -> None:
+        """From the loop's thread: closely, every byte is seen at once; else only what is worth reading ahead."""
+        self._attends = closely
+        for link in list(self._links.values()):
+            if isinstance(link, _LinkIn):
+                link.wake_at(1 if closely else _AHEAD)
+
+    def read(self) -> None:
+        """Read what there is, in whichever thread asks."""
+        for descriptor, link in list(self._links.items()):
+            if isinstance(link, _LinkIn):
+                self._ready(descriptor, select.EPOLLIN)
+
+    def _ready(self, descriptor: int, events: int) -> None:
+        link = self._links.get(descriptor)
+        if link is not None and not link.ready(events):
+            self._forget(descriptor, link)
 
     def _run(self) -> None:
         while True:
-            for key, events in self._selector.select():
-                if key.fileobj is self._listener:
+            happened = self._outer.poll(_GLANCE_S)
+            if not happened and not self._attends:
+                self.read()
+            for descriptor, events in happened:
+                if descriptor == self._stop_in.fileno():
+                    return
+                if descriptor == self.inner.fileno():
+                    self.read()
+                elif descriptor == self._listener.fileno():
                     self._accept()
-                elif key.fileobj is self._wake_in:
-                    if not self._serve_asked():
-                        return
-                elif not key.data.ready(events):
-                    self._forget(key.data)
-                elif isinstance(key.data, _LinkOut):
-                    self._set_interest(key.data)
+                else:
+                    self._ready(descriptor, events)
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
@@ -365,27 +441,19 @@ class _Pump:
             sock.setblocking(True)
             self._accepted(sock)
 
-    def _serve_asked(self) -> bool:
-        with contextlib.suppress(BlockingIOError):
-            self._wake_in.recv(4096)
-        while self._asked:
-            link = self._asked.popleft()
-            if link is None:
-                return False
-            self._set_interest(link)
-        return True
+    def _forget(self, descriptor: int, link: _LinkIn | _LinkOut) -> None:
+        if self._links.pop(descriptor, None) is not None:
+            with contextlib.suppress(OSError):
+                (self.inner if isinstance(link, _LinkIn) else self._outer).unregister(descriptor)
+            link.shut()
 
-    def _set_interest(self, link: _LinkOut | _LinkIn) -> None:
-        fd, wanted = link.fileno(), link.interest()
-        if fd < 0:
-            return
-        known = self._selector.get_map().get(fd)
-        if known is None:
-            self._selector.register(fd, wanted, link)
-        elif known.events != wanted:
-            self._selector.modify(fd, wanted, link)
-
-    def _forget(self, link: _LinkOut | _LinkIn) -> None:
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(link.fileno())
-        link.shut()
+    def stop(self) -> None:
+        """End the thread and close every connection."""
+        self._stop_out.send(b"x")
+        self._thread.join()
+        for descriptor, link in list(self._links.items()):
+            self._forget(descriptor, link)
+        self.inner.close()
+        self._outer.close()
+        for sock in (self._listener, self._stop_in, self._stop_out):
+            sock.close()

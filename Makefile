@@ -1,0 +1,45 @@
+# Everything sets itself up in .venv: python3 (3.11 or newer), make and the network to PyPI are all it takes.
+# torch comes with the packages of CUDA, gigabytes of them, unless pip is shown builds without:
+#   make demo PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+CODE := src tests benchmarks examples
+PYTEST = $(BIN)/pytest -q -n 2 --dist worksteal
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench clean
+
+help: ## Show what there is to make
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: .venv/.installed ## Train a small GPT on 2 x 2 local nodes, in a minute, into runs/demo
+	rm -rf runs/demo
+	$(BIN)/culm run examples/gpt.py --pipelines 2 --stages 2 --steps 100 --checkpoint-every 25 --out runs/demo
+
+test: lint ## Check style, types and promises; the fast tests come first
+	$(PYTEST) -m "not real"
+	$(PYTEST) -m real
+
+lint: .venv/.developing
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/mypy
+
+bench: .venv/.installed ## Measure culm beside torch.distributed.pipelining
+	$(BIN)/culm bench pipeline
+
+clean: ## Remove the environment, the caches and the demo
+	rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist runs/demo
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("culm needs Python 3.11 or newer: say which with make PYTHON=python3.12")'
+	$(PYTHON) -m venv .venv
+	$(INSTALL) --editable .
+	touch $@
+
+.venv/.developing: .venv/.installed
+	$(INSTALL) --editable '.[dev]'
+	touch $@

@@ -1,0 +1,71 @@
+"""`culm bench`: the benchmarks of the source tree, from the command line."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+import culm
+from culm.cli.failing import failing
+from culm.errors import UsageError
+
+
+def bench(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="pipeline: beside torch.distributed.pipelining.")],
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds: a first impression.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="Print the figures as JSON, all else on stderr.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False,
+) -> None:
+    """Measure culm on this machine. Needs the source tree, where the benchmarks are."""
+    with failing(debug=debug):
+        if name not in BENCHES:
+            close = difflib.get_close_matches(name, BENCHES, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"there is {', '.join(BENCHES)}"
+            raise UsageError(f"there is no bench {name!r}: {hint}")
+        _reach(source_tree())
+        result, table = BENCHES[name](quick)
+        if json_:
+            print(json.dumps(result))
+        else:
+            Console().print(table)
+
+
+def source_tree() -> Path:
+    """The folder that holds benchmarks/ beside the package. Raises UsageError where culm came without it."""
+    root = Path(culm.__file__).resolve().parents[2]
+    if not (root / "benchmarks" / "__init__.py").is_file():
+        raise UsageError(
+            "culm was installed without its benchmarks: clone the repository and install it with 'pip install -e .'"
+        )
+    return root
+
+
+def _reach(root: Path) -> None:
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
+
+
+def _pipeline(quick: bool) -> tuple[Any, Any]:
+    from benchmarks.ours import CulmPool
+    from benchmarks.probes import probes
+
+    from benchmarks import pipeline
+
+    with CulmPool() as pool:
+        result = pipeline.run(culm=pool, quick=quick, probes=probes(pool, quick=quick), progress=_progress)
+    return result, pipeline.table(result)
+
+
+def _progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+BENCHES: dict[str, Callable[[bool], tuple[Any, Any]]] = {"pipeline": _pipeline}
+"""By name: what runs it, quickly or not, and gives the figures and a table of them."""

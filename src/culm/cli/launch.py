@@ -1,0 +1,159 @@
+"""A run as its launcher sees it: the nursery, the signals that end it, and what user code prints on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from culm.errors import RunError
+from culm.observe.folder import saved
+from culm.providers.local import LocalNursery, LocalRun, local_run
+
+if TYPE_CHECKING:
+    from culm.cli.display import Display
+    from culm.cluster.setup import Request, Setup
+    from culm.providers.nursery import JobSource
+
+T = TypeVar("T")
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""What ends a run from outside."""
+
+
+class Interrupted(RunError):
+    """A signal ended the run."""
+
+    def __init__(self, number: int, message: str) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + number
+
+
+def launch(
+    source: JobSource,
+    request: Request,
+    display: Display,
+    *,
+    prepared: Callable[[Setup], None],
+    ports: tuple[int, int] | None = None,
+    prints_to: int = 1,
+    nursery: LocalNursery | None = None,
+) -> dict[str, Any]:
+    """Run a job to its end and return the summary. Nothing is left running, whatever happens.
+
+    Raises what was wrong with the request or the run, and Interrupted after Ctrl-C or SIGTERM. What user code prints
+    goes through a live display, else to the descriptor `prints_to`. A `nursery` that is passed in is left open.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.callback(display.close)
+        display.told("importing torch and the job", 0, 0)
+        prints = stack.enter_context(contextlib.closing(Prints(display.line))) if display.live else None
+
+        async def main() -> dict[str, Any]:
+            stdout, stderr = (prints_to, 2) if prints is None else (prints.entrance, prints.entrance)
+            own = LocalNursery(stdout=stdout, stderr=stderr) if nursery is None else contextlib.nullcontext(nursery)
+            with own as used:
+                return await _run(used, source, request, display, prepared, ports)
+
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # until the loop can hear them
+        return asyncio.run(_interruptible(main(), prints, request.out))
+
+
+async def _run(
+    nursery: LocalNursery,
+    source: JobSource,
+    request: Request,
+    display: Display,
+    prepared: Callable[[Setup], None],
+    ports: tuple[int, int] | None,
+) -> dict[str, Any]:
+    async with local_run(nursery, source, request, told=display.told, prepared=prepared, ports=ports) as run:
+        watching = asyncio.create_task(_watch_nodes(run, display))
+        try:
+            while (metrics := await run.step()) is not None:
+                display.step(metrics)
+            result = await run.result()
+        except asyncio.CancelledError:
+            nursery.kill()  # before connections are closed, which would wait for nodes to read
+            raise
+        finally:
+            watching.cancel()
+    if result.summary is None:
+        raise result.failure()
+    return result.summary
+
+
+async def _watch_nodes(run: LocalRun, display: Display) -> None:
+    """Show how many nodes are up: those whose worker is."""
+    display.told(f"starting {run.setup.nodes} nodes", 0, 0)
+    up: set[int] = set()
+    while len(up) < run.setup.nodes:
+        up.add(await run.node_up())
+        display.told("nodes up", len(up), run.setup.nodes)
+
+
+async def _interruptible(main: Coroutine[Any, Any, T], prints: Prints | None, out: str | None) -> T:
+    """Run to the end, or until a signal. From the first moment on: what is started in `main` is ended there too."""
+    loop = asyncio.get_running_loop()
+    task = loop.create_task(main)
+    heard: list[int] = []
+
+    def stop(number: int) -> None:
+        heard.append(number)
+        task.cancel()
+
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, stop, number)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    if prints is not None:
+        loop.add_reader(prints.exit, prints.take)
+    try:
+        return await task
+    except (asyncio.CancelledError, RunError):
+        if not heard:
+            raise
+        raise Interrupted(heard[0], _how_to_resume(out)) from None
+    finally:
+        if prints is not None:
+            loop.remove_reader(prints.exit)
+
+
+def _how_to_resume(out: str | None) -> str:
+    steps = saved(out) if out is not None else []
+    if steps:
+        return f"interrupted; {steps[-1]} steps are saved: continue with --resume {out}"
+    return "interrupted before the first checkpoint: --checkpoint-every N with --out saves one every N steps"
+
+
+class Prints:
+    """What user code prints, line by line: a pipe, because a live display redraws the lines it stands on."""
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        self.exit, self.entrance = os.pipe()
+        os.set_blocking(self.exit, False)
+        self._show = show
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._rest = ""
+
+    def take(self) -> bool:
+        """Show the lines that are there. True while there may be more."""
+        try:
+            data = os.read(self.exit, 65536)
+        except BlockingIOError:
+            return False
+        *lines, self._rest = (self._rest + self._decoder.decode(data)).split("\n")
+        for line in lines:
+            self._show(line)
+        return bool(data)
+
+    def close(self) -> None:
+        """Show what is left, once nobody writes any more."""
+        os.close(self.entrance)
+        while self.take():
+            pass
+        if self._rest:
+            self._show(self._rest)
+        os.close(self.exit)

@@ -1,0 +1,101 @@
+"""`culm run`: train a job on local nodes, and show how it goes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+
+from culm.cli import values
+from culm.cli.display import Display, console_on, display_on
+from culm.cli.failing import failing
+from culm.cli.launch import launch
+from culm.cli.tables import ledger_table
+from culm.cluster.setup import STRATEGIES, Request, Setup
+from culm.errors import UsageError
+from culm.job import locate, parse
+from culm.observe.folder import claim, plain, vacant
+from culm.providers.nursery import JobSource
+from culm.schedule import SCHEDULES
+
+Number = int | None
+Words = str | None
+
+
+def run(
+    file: Annotated[str, typer.Argument(metavar="FILE[:function]", help="A Python file with job() -> culm.Job.")],
+    pipelines: Annotated[Number, typer.Option(help="D: how many pipelines.")] = None,
+    stages: Annotated[Number, typer.Option(help="P: stages of a pipeline, one node each.")] = None,
+    nodes: Annotated[Number, typer.Option(help="Choose D x P for so many nodes instead.")] = None,
+    schedule: Annotated[str, typer.Option(help=f"One of {', '.join(SCHEDULES)}.")] = "1f1b",
+    strategy: Annotated[str, typer.Option(help=f"What a preemption costs: {', '.join(STRATEGIES)}.")] = "none",
+    exact: Annotated[bool, typer.Option("--exact", help="Bit for bit the same for any number of pipelines.")] = False,
+    steps: Annotated[Number, typer.Option(help="Replaces Job.steps.")] = None,
+    seed: Annotated[Number, typer.Option(help="Replaces Job.seed.")] = None,
+    out: Annotated[Words, typer.Option(metavar="DIR|URL", help="Folder for the run's files; must be empty.")] = None,
+    resume: Annotated[Words, typer.Option(metavar="DIR|URL", help="Go on from the newest checkpoint there.")] = None,
+    checkpoint_every: Annotated[int, typer.Option(help="Steps between two checkpoints; 0: one at the end.")] = 0,
+    keep_last: Annotated[int, typer.Option(help="Checkpoints to keep.")] = 2,
+    memory: Annotated[Words, typer.Option(metavar="SIZE", help="What a stage may hold, as in 16GiB.")] = None,
+    profile: Annotated[Words, typer.Option(metavar="FILE", help="Cut by this profile (culm profile --out).")] = None,
+    ports: Annotated[Words, typer.Option(metavar="A-B", help="Ports that nodes may listen on.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Replaces Job.FIELD.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show nothing but errors and what the job prints.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="Print the summary as JSON, all else on stderr.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False,
+) -> None:
+    """Train a job on local nodes: D pipelines of P stages, a process each."""
+    with failing(debug=debug):
+        overrides = _overrides(set_ or [], steps=steps, seed=seed, exact=exact or None)
+        locate(file)
+        parse(overrides)
+        request = Request(
+            pipelines=pipelines,
+            stages=stages,
+            nodes=nodes,
+            schedule=schedule,
+            strategy=strategy,
+            out=out or resume,
+            resume=resume,
+            checkpoint_every=checkpoint_every,
+            keep_last=keep_last,
+            memory=values.size(memory),
+            profile=profile,
+        )
+        source = JobSource(reference=file, overrides=overrides, path=tuple(sys.path))
+        console = console_on(stderr=json_)
+        shown = display_on(console, quiet=quiet)
+        summary = _run(source, request, shown, values.ports(ports), prints_to=2 if json_ else 1)
+        if not quiet:
+            console.print(ledger_table(summary, request.out))
+        if json_:
+            print(json.dumps(plain(summary)))
+
+
+def _run(
+    source: JobSource, request: Request, shown: Display, ports: tuple[int, int] | None, *, prints_to: int
+) -> dict[str, object]:
+    fresh = request.out if request.out != request.resume else None
+    if fresh is not None:
+        vacant(fresh)
+
+    def prepared(setup: Setup) -> None:
+        """All that can be refused has been looked at: now the folder may be made."""
+        values.check_ports(ports, setup.nodes)
+        if fresh is not None:
+            claim(fresh)
+        shown.prepared(setup)
+
+    return launch(source, request, shown, prepared=prepared, ports=ports, prints_to=prints_to)
+
+
+def _overrides(given: list[str], **options: int | None) -> dict[str, str]:
+    """Fields of the job by --set, and by options of their own."""
+    found = values.assignments(given)
+    for name, value in options.items():
+        if value is not None and name in found:
+            raise UsageError(f"--{name} and --set {name}={found[name]} are both given: leave one out")
+        found |= {name: str(value)} if value is not None else {}
+    return found

@@ -1,0 +1,67 @@
+"""What a run came to, in the words of summary.json. Pure: the ledger and the workers' last letters in, facts out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from culm.errors import RunError
+from culm.runtime.state import total_digest
+
+if TYPE_CHECKING:
+    from culm.cluster.setup import Setup
+    from culm.job import Job
+    from culm.observe.ledger import Ledger
+    from culm.runtime.epoch import Final
+
+
+def summarise(job: Job, setup: Setup, ledger: Ledger, finals: Sequence[Final]) -> dict[str, Any]:
+    """Everything but speed and checkpoints. Raises RunError if holders of a layer do not agree on it."""
+    weights, state = digests(finals)
+    return {
+        "steps": setup.start + ledger.steps,
+        "samples": ledger.samples,
+        "samples_expected": ledger.steps * job.global_batch,
+        "samples_lost": ledger.lost,
+        "samples_duplicated": ledger.duplicated,
+        "strategy": setup.strategy,
+        "pipelines": setup.pipelines,
+        "stages": setup.stages,
+        "schedule": setup.schedule,
+        "exact": job.exact,
+        "final_loss": None if ledger.last is None else ledger.last.loss,
+        "weights_sha256": weights,
+        "state_sha256": state,
+        "preemptions": 0,
+        "recoveries": [],
+        "cost_usd": 0.0,
+        "skipped_steps": ledger.skipped,
+        "evaluations": dict(ledger.evaluations),
+        "memory": {
+            "peak_rss_bytes": max(f.peak_rss for f in finals),
+            "kept_bytes": max(f.kept_bytes for f in finals),
+            "live_activations": max(f.peak_tapes for f in finals),
+        },
+    }
+
+
+def speed(samples: int, began: float, started: float, ended: float) -> dict[str, float]:
+    """Seconds to the first step, seconds from there to the last, and samples a second over these."""
+    wall = max(ended - started, 1e-9)
+    return {"start_s": round(started - began, 6), "wall_s": round(wall, 6), "goodput": samples / wall}
+
+
+def digests(finals: Sequence[Final]) -> tuple[str, str]:
+    """Of the weights and of the whole state: all layers in order; holders of a layer must agree."""
+    found: dict[int, tuple[str, str]] = {}
+    for final in finals:
+        for layer, digest in final.digests.items():
+            if found.setdefault(layer, digest) != digest:
+                raise RunError(f"holders of layer {layer} ended with different weights: please report this")
+    ordered = [found[layer] for layer in sorted(found)]
+    return total_digest(w for w, _ in ordered), total_digest(s for _, s in ordered)
+
+
+def slot_label(slot: int, stages: int) -> str:
+    """For people: 'pipeline 0 stage 1'."""
+    return f"pipeline {slot // stages} stage {slot % stages}"

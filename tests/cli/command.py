@@ -1,0 +1,93 @@
+"""The command as users start it, and the processes below it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+JOBS = str(Path(__file__).with_name("jobs.py"))
+CULM = str(Path(sys.executable).with_name("culm"))
+LIMIT_S = 60
+
+
+def culm(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run the command to its end."""
+    return subprocess.run([CULM, *arguments], capture_output=True, text=True, timeout=LIMIT_S, cwd=cwd, check=False)
+
+
+def one_sentence(stderr: str) -> str:
+    """What was said on stderr, which must be one line from culm and no trace."""
+    assert "Traceback" not in stderr
+    lines = stderr.splitlines()
+    assert len(lines) == 1, stderr
+    assert lines[0].startswith("culm: ")
+    return lines[0]
+
+
+def children(pid: int) -> list[int]:
+    """Processes that a process has started, oldest first."""
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def below(pid: int) -> list[int]:
+    """All processes that came out of one."""
+    return [found for child in children(pid) for found in (child, *below(child))]
+
+
+def alive(pid: int) -> bool:
+    """Running: neither gone nor a zombie that waits for its parent."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+class Training:
+    """An endless run on two nodes, in its first steps."""
+
+    def __init__(self, *options: str) -> None:
+        self.process = subprocess.Popen(
+            [CULM, "run", f"{JOBS}:endless", "--stages", "2", *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.nursery, self.everyone = 0, list[int]()
+
+    def wait_for_steps(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("step "):
+                break
+        (self.nursery,) = children(self.process.pid)
+        self.everyone = [self.process.pid, *below(self.process.pid)]
+
+    @property
+    def agents(self) -> list[int]:
+        return children(self.nursery)
+
+    def end(self, pid: int, number: signal.Signals = signal.SIGKILL) -> tuple[int, str]:
+        """Send a signal to a process; the exit code of the command, and what it said on stderr."""
+        os.kill(pid, number)
+        _, stderr = self.process.communicate(timeout=LIMIT_S)
+        return self.process.returncode, stderr
+
+    def left(self, within_s: float = 10.0) -> list[int]:
+        """Who is still running, at the latest after a while."""
+        until = time.monotonic() + within_s
+        while (found := [pid for pid in self.everyone if alive(pid)]) and time.monotonic() < until:
+            time.sleep(0.02)
+        return found
+
+    def clean_up(self) -> None:
+        for pid in self.everyone or [self.process.pid]:
+            if alive(pid):
+                os.kill(pid, signal.SIGKILL)
+        self.process.communicate(timeout=LIMIT_S)

@@ -1,0 +1,181 @@
+"""What is seen of a run while it is under way, and at its end."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from culm.cli.display import Bar, Display, Lines, Pace, display_on, duration
+from culm.cli.tables import ledger_table, picture, stages
+from culm.cluster.setup import Setup
+from culm.schedule import generate
+
+
+def setup(schedule: str = "1f1b", segments: tuple[tuple[int, int], ...] = ((0, 3), (3, 6)), **changes: Any) -> Setup:
+    plan = generate(schedule, pipelines=2, stages=2, micro_batches=8)
+    fields: dict[str, Any] = {
+        "nodes": 4,
+        "pipelines": 2,
+        "stages": 2,
+        "schedule": schedule,
+        "strategy": "none",
+        "segments": segments,
+        "plan": plan.to_text(),
+        "evaluation": None,
+        "evaluation_parts": 0,
+        "weighted": False,
+        "steps": 100,
+        "why": "as asked",
+    }
+    return Setup(**{**fields, **changes})
+
+
+def metrics(step: int, t: float, loss: float | None = 2.5) -> dict[str, Any]:
+    return {"step": step, "loss": loss, "samples": 8, "t": t}
+
+
+def log() -> Console:
+    return Console(file=io.StringIO(), width=120)
+
+
+def written(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_the_pace_is_that_of_the_last_seconds() -> None:
+    pace = Pace(steps=100)
+    for step in range(10):
+        pace.note(metrics(step, 100.0 * step))
+    for step in range(10, 60):
+        pace.note(metrics(step, 900.0 + (step - 9) * 0.5))
+    assert pace.samples_per_s == pytest.approx(16)
+    assert pace.left_s == pytest.approx(20)
+
+
+def test_one_step_is_no_pace_yet() -> None:
+    pace = Pace(steps=100)
+    pace.note(metrics(0, 1.0))
+    assert pace.samples_per_s is None
+    assert pace.left_s is None
+
+
+def test_a_log_gets_a_line_now_and_then_and_always_the_last() -> None:
+    console = log()
+    shown = Lines(console)
+    shown.prepared(setup())
+    before = len(written(console).splitlines())
+    for step in range(100):
+        shown.step(metrics(step, 0.1 * step))
+    lines = written(console).splitlines()[before:]
+    assert [line.split()[1] for line in lines] == ["1/100", "21/100", "41/100", "61/100", "81/100", "100/100"]
+    assert lines[1] == "step 21/100  loss 2.5000  80 samples/s  8 s left"
+
+
+def test_a_log_names_what_begins_and_what_is_complete_but_no_step_between() -> None:
+    console = log()
+    shown = Lines(console)
+    shown.told("importing", 0, 0)
+    for done in range(4):
+        shown.told("measuring layers", done, 3)
+    assert written(console).splitlines() == ["importing", "measuring layers 0/3", "measuring layers 3/3"]
+
+
+def test_a_loss_that_is_no_number_is_said_to_be_none() -> None:
+    console = log()
+    shown = Lines(console)
+    shown.prepared(setup())
+    shown.step(metrics(0, 0.0, loss=None))
+    assert written(console).splitlines()[-1] == "step 1/100  loss not finite"
+
+
+def test_quiet_shows_nothing_and_a_terminal_gets_a_bar() -> None:
+    terminal = Console(file=io.StringIO(), force_terminal=True)
+    assert type(display_on(terminal, quiet=True)) is Display
+    assert type(display_on(terminal, quiet=False)) is Bar
+    assert type(display_on(log(), quiet=False)) is Lines
+
+
+def test_a_bar_lets_what_user_code_prints_pass_unchanged() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=120, color_system=None)
+    shown = Bar(console)
+    shown.told("importing", 0, 0)
+    shown.prepared(setup())
+    shown.step(metrics(0, 0.0))
+    shown.line("lr [bold]0.1[/bold]")
+    shown.step(metrics(1, 0.5))
+    shown.close()
+    assert "lr [bold]0.1[/bold]" in written(console)
+    assert "step 2/100" in written(console)
+
+
+def test_the_start_of_a_run_shows_shape_schedule_layers_and_why() -> None:
+    console = log()
+    Lines(console).prepared(setup(out="runs/a"))
+    shown = written(console)
+    assert "2 x 2 (pipelines x stages): 4 nodes" in shown
+    assert "1f1b, 8 micro-batches a step" in shown
+    assert "0-2 | 3-5" in shown
+    assert "as asked" in shown
+    assert "0F0" in shown
+
+
+def test_interleaved_stages_name_all_their_layers() -> None:
+    cut = ((0, 1), (1, 3), (3, 4), (4, 6))
+    assert stages(setup("interleaved", cut)) == "0, 3 | 1-2, 4-5"
+
+
+def test_a_schedule_too_wide_to_be_read_is_left_out() -> None:
+    assert picture(setup(), 100)
+    assert picture(setup(), 20) == ""
+
+
+def summary(**changes: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "steps": 4,
+        "samples": 32,
+        "samples_expected": 32,
+        "samples_lost": 0,
+        "samples_duplicated": 0,
+        "wall_s": 1.5,
+        "start_s": 0.5,
+        "goodput": 21.3,
+        "final_loss": 2.25,
+        "weights_sha256": "0123456789abcdef" * 4,
+        "checkpoints": [2, 4],
+        "skipped_steps": 0,
+        "evaluations": {},
+    }
+    return {**fields, **changes}
+
+
+def ledger(**changes: Any) -> str:
+    console = log()
+    console.print(ledger_table(summary(**changes), "runs/a"))
+    return written(console)
+
+
+def test_the_ledger_says_that_every_sample_was_counted_once() -> None:
+    shown = ledger()
+    assert "32, each counted once (expected 32, lost 0, duplicated 0)" in shown
+    assert "2 written, the newest of step 4" in shown
+    assert "0123456789ab" in shown
+    assert "runs/a" in shown
+
+
+@pytest.mark.parametrize("wrong", [{"samples": 30, "samples_lost": 2}, {"samples_duplicated": 1}])
+def test_the_ledger_says_so_when_a_sample_was_not(wrong: dict[str, int]) -> None:
+    assert "NOT each counted once" in ledger(**wrong)
+
+
+def test_the_ledger_names_skipped_steps_and_the_last_evaluation() -> None:
+    shown = ledger(skipped_steps=3, evaluations={1: 2.0, 3: 1.75})
+    assert "skipped steps" in shown
+    assert "loss 1.75 after step 4" in shown
+
+
+def test_durations_are_written_for_people() -> None:
+    assert [duration(s) for s in (0.4, 59, 200, 3900)] == ["0 s", "59 s", "3:20 min", "1:05:00 h"]

@@ -1,0 +1,84 @@
+"""However a run ends, nothing is left running."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from .command import CULM, JOBS, LIMIT_S, Training, alive, below, children, one_sentence
+
+pytestmark = pytest.mark.real
+
+Start = Callable[..., Training]
+
+
+def test_an_interrupt_ends_everything(training: Start) -> None:
+    run = training()
+    assert len(run.everyone) == 2 + 2 * 2
+    code, said = run.end(run.process.pid, signal.SIGINT)
+    assert code == 130
+    assert "interrupted before the first checkpoint" in one_sentence(said)
+    assert run.left() == []
+
+
+def test_a_request_to_terminate_ends_everything_and_says_how_to_go_on(training: Start, tmp_path: Path) -> None:
+    run = training("--out", str(tmp_path / "a"), "--checkpoint-every", "1")
+    while not list(tmp_path.glob("a/checkpoints/*/manifest.json")):
+        assert run.process.poll() is None
+    code, said = run.end(run.process.pid, signal.SIGTERM)
+    assert code == 143
+    assert f"steps are saved: continue with --resume {tmp_path / 'a'}" in one_sentence(said)
+    assert run.left() == []
+
+
+def test_an_interrupt_before_the_nodes_are_up_ends_everything() -> None:
+    process = subprocess.Popen([CULM, "run", JOBS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "importing torch and the job\n"
+    while not (started := children(process.pid)):
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 130
+    assert "interrupted" in one_sentence(said)
+    assert not [pid for pid in started if alive(pid) or below(pid)]
+
+
+@pytest.mark.parametrize("victim", [0, 1], ids=["node 0", "node 1"])
+def test_an_agent_that_is_killed_ends_the_run_with_a_sentence_whether_it_leads_or_not(
+    training: Start, victim: int
+) -> None:
+    run = training()
+    code, said = run.end(run.agents[victim])
+    assert code == 1
+    assert f"culm: node {victim}" in one_sentence(said)
+    assert "vanished" in said
+    assert run.left() == []
+
+
+def test_a_worker_that_is_killed_ends_the_run_with_a_sentence(training: Start) -> None:
+    run = training()
+    (worker,) = children(run.agents[1])
+    code, said = run.end(worker)
+    assert code == 1
+    assert "node" in one_sentence(said)
+    assert run.left() == []
+
+
+def test_a_nursery_that_is_killed_ends_the_run_with_a_sentence(training: Start) -> None:
+    run = training()
+    code, said = run.end(run.nursery)
+    assert code == 1
+    assert "the nursery of local nodes has ended" in one_sentence(said)
+    assert run.left() == []
+
+
+def test_when_the_launcher_is_killed_nothing_outlives_it(training: Start) -> None:
+    run = training()
+    code, _ = run.end(run.process.pid)
+    assert code == -signal.SIGKILL
+    assert run.left() == []

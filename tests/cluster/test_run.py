@@ -1,0 +1,410 @@
+"""A run from its first node to its one result, on a simulated cluster: whatever goes wrong, it ends, and says why."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import culm
+from culm.checkpoint import Catalog, Storage
+from culm.cluster.leader import Leader
+from culm.cluster.prepare import Request, prepare
+from culm.cluster.setup import Result, decode_result, encode
+from culm.errors import CheckpointError, CulmError, LayerFailed, NodeLost, NonFiniteLoss, RunError
+from culm.job import Job
+from culm.observe.folder import RunFolder
+from culm.runtime import epoch as letters
+from culm.testing import Cluster, VirtualClock, reference, run_virtual, simulate
+from culm.transport.memory import MemoryNetwork
+
+from .jobs import DATA, boom, job, layers, nan
+
+
+def test_a_simulated_run_learns_what_one_process_would() -> None:
+    alone = reference(job())
+    together = simulate(job(), pipelines=1, stages=2)
+    assert together.weights_sha256 == alone.weights_sha256
+    assert together.losses == alone.losses
+
+
+def test_a_job_of_no_steps_ends_with_its_initial_weights(tmp_path: Path) -> None:
+    found = simulate(job(steps=0), stages=2, out=str(tmp_path))
+    assert found.summary["steps"] == found.summary["samples"] == 0
+    assert found.summary["final_loss"] is None
+    assert found.weights_sha256 == reference(job(steps=0)).weights_sha256
+
+
+# What goes wrong in user code
+
+
+def hurt(described: Job, **request: Any) -> CulmError:
+    """The one error that ends a run; checks that no coroutine of it is left."""
+
+    async def main() -> CulmError:
+        before = asyncio.all_tasks()
+        cluster = Cluster(described, prepare(described, Request(**request)), VirtualClock(), MemoryNetwork())
+        with pytest.raises(CulmError) as caught:
+            await cluster.run()
+        assert asyncio.all_tasks() == before
+        return caught.value
+
+    return run_virtual(main())
+
+
+@pytest.mark.parametrize(("layer", "node"), [(0, 0), (1, 0), (2, 1), (3, 1)])
+def test_an_error_in_a_layer_ends_the_run_with_its_node_and_its_layer(layer: int, node: int) -> None:
+    error = hurt(job(layers=layers(layer, 6, boom)), stages=2)
+    assert isinstance(error, LayerFailed)
+    assert str(error).startswith(f"node {node}: layer {layer} (At) raised ValueError")
+    assert "boom" in str(error)
+    assert "jobs.py" in error.trace
+
+
+def test_an_error_while_others_add_up_ends_them_too() -> None:
+    error = hurt(job(layers=layers(0, 3, boom)), pipelines=2, stages=2)
+    assert "layer 0" in str(error)
+
+
+@pytest.mark.parametrize("field", ["data", "loss", "collate", "optimizer", "lr_schedule"])
+def test_an_error_in_any_function_of_the_job_ends_the_run_with_its_word(field: str) -> None:
+    """Not while the job is tried out, but in the middle of the run."""
+
+    class Items(list[Any]):
+        def __getitem__(self, index: Any) -> Any:
+            return self._count() or super().__getitem__(index)
+
+        def _count(self) -> None:
+            calls.append(1)
+            if len(calls) > 30:
+                raise ValueError("boom")
+
+    calls: list[int] = []
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) > 6:
+            raise ValueError("boom")
+        return torch.nn.functional.mse_loss(output, target)
+
+    def collate(items: list[Any]) -> Any:
+        calls.append(1)
+        if len(calls) > 12:
+            raise ValueError("boom")
+        return torch.utils.data.default_collate(items)
+
+    class Optimizer(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            raise ValueError("boom")
+
+    def lr_schedule(step: int) -> float:
+        return 1.0 if step == 0 else boom(torch.zeros(1)).item()
+
+    changed = {
+        "data": Items(DATA),
+        "loss": loss,
+        "collate": collate,
+        "optimizer": lambda parameters: Optimizer(parameters, lr=0.1),
+        "lr_schedule": lr_schedule,
+    }[field]
+    error = hurt(job(**{field: changed}), stages=2)
+    assert isinstance(error, RunError)
+    assert "boom" in str(error)
+    assert str(error).startswith("node ")
+
+
+def test_a_loss_that_is_not_a_number_ends_the_run_before_it_is_learned_from() -> None:
+    error = hurt(job(layers=layers(1, 5, nan)), stages=2)
+    assert isinstance(error, NonFiniteLoss)
+    assert "the loss of step 1 is nan" in str(error)
+
+
+def test_a_loss_that_is_not_a_number_can_be_skipped_and_is_counted() -> None:
+    found = simulate(job(layers=layers(1, 5, nan), nonfinite="skip", steps=4), stages=2)
+    assert found.summary["skipped_steps"] == 1
+    assert found.summary["steps"] == 4
+
+
+# Nodes that vanish
+
+
+@pytest.mark.parametrize("node", range(4))
+def test_a_node_that_vanishes_ends_the_run_with_its_number_at_whatever_moment(node: int) -> None:
+    """From the moment it has joined to after the result; the first one leads, and is no exception."""
+    described = job(steps=2)
+    setup = prepare(described, Request(pipelines=2, stages=2))
+
+    def ending(after: float) -> str:
+        async def script(cluster: Cluster) -> None:
+            await asyncio.sleep(after)
+            cluster.kill(node)
+
+        cluster = Cluster(described, setup, VirtualClock(lambda *_: 0.01), MemoryNetwork(latency=0.001))
+        try:
+            run_virtual(cluster.run(script))
+        except CulmError as error:
+            return f"{type(error).__name__}: {error}"
+        return "finished"
+
+    endings = [ending(n * 0.003) for n in range(1, 46)]
+    first = endings.index("finished")
+    assert first > 20
+    assert set(endings[first:]) == {"finished"}
+    assert all(text.startswith(f"NodeLost: node {node}") for text in endings[:first]), endings[:first]
+
+
+def test_the_sentence_for_a_lost_node_says_where_the_run_stood_and_how_to_go_on(tmp_path: Path) -> None:
+    async def script(cluster: Cluster) -> None:
+        await cluster.committed(2)
+        cluster.kill(1)
+
+    with pytest.raises(NodeLost) as caught:
+        simulate(job(steps=10**6), stages=2, out=str(tmp_path), checkpoint_every=2, script=script)
+    assert str(caught.value) == (
+        "node 1 vanished in step 3 and nobody else holds its layers (strategy none): "
+        f"resume it with --resume {tmp_path}"
+    )
+    with pytest.raises(NodeLost, match="it had no checkpoint yet$"):
+        simulate(job(steps=10**6), stages=2, script=script)
+
+
+def test_a_worker_that_dies_before_it_could_say_hello_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    from culm.runtime.worker import Worker
+
+    alive = Worker.run
+
+    async def run(self: Worker) -> None:
+        if self.node != 1:
+            await alive(self)
+
+    monkeypatch.setattr(Worker, "run", run)
+    assert str(hurt(job(), stages=2)).startswith("node 1 vanished in step 0")
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_worker_that_dies_alone_takes_its_node_along(monkeypatch: pytest.MonkeyPatch, node: int) -> None:
+    """On the leader's node too, which lives on just long enough to say so."""
+    from culm.runtime.worker import Worker
+
+    alive = Worker._after
+
+    async def after(self: Worker, *arguments: Any) -> None:
+        if self.node == node:
+            self.transport.post(self.transport.address, letters.encode(letters.Stop()))
+        await alive(self, *arguments)
+
+    monkeypatch.setattr(Worker, "_after", after)
+    assert str(hurt(job(steps=50), stages=2)).startswith(f"node {node} vanished in step ")
+
+
+def test_a_worker_that_misses_another_is_believed_only_if_nobody_knows_better() -> None:
+    """The store knows who is gone, a moment later; a connection that broke between two that live ends the run too."""
+
+    def suspicion(*, gone: bool) -> CulmError:
+        async def script(cluster: Cluster) -> None:
+            await cluster.committed(1)
+            failed = letters.Failed(0, "NodeLost", "a sum over 2 workers broke off")
+            cluster.network.endpoints["worker-0"].post("agent-0", letters.encode(failed))
+            await asyncio.sleep(0.5)
+            if gone:
+                cluster.kill(1)
+
+        with pytest.raises(CulmError) as caught:
+            simulate(job(steps=10**6), stages=2, cost=lambda *_: 0.1, script=script)
+        return caught.value
+
+    assert str(suspicion(gone=True)).startswith("node 1 vanished")
+    assert str(suspicion(gone=False)) == "node 0: a sum over 2 workers broke off"
+
+
+def test_of_two_results_the_first_one_stays() -> None:
+    async def main() -> None:
+        described = job(steps=10**6)
+        cluster = Cluster(described, prepare(described, Request(stages=2)), VirtualClock(), MemoryNetwork())
+
+        async def script(cluster: Cluster) -> None:
+            await cluster.committed(1)
+            cluster.store.write("result", encode(Result(error="RunError", message="the launcher ended the run")))
+
+        with pytest.raises(RunError, match="the launcher ended the run"):
+            await cluster.run(script)
+        assert decode_result(cluster.store.read("result") or b"").message == "the launcher ended the run"
+
+    run_virtual(main())
+
+
+# The hook
+
+
+def test_the_hook_is_called_after_every_step_in_order_with_what_the_folder_has(tmp_path: Path) -> None:
+    seen: list[dict[str, Any]] = []
+    simulate(job(steps=4, on_step=lambda metrics: seen.append(dict(metrics))), stages=2, out=str(tmp_path))
+    assert [metrics["step"] for metrics in seen] == [0, 1, 2, 3]
+    assert {"step", "loss", "samples", "t"} <= seen[0].keys()
+
+
+@pytest.mark.parametrize("last", [0, 2])
+def test_the_hook_can_end_the_run_after_a_step(tmp_path: Path, last: int) -> None:
+    def stop(metrics: Mapping[str, Any]) -> object:
+        return culm.STOP if metrics["step"] == last else None
+
+    found = simulate(job(steps=50, on_step=stop), pipelines=2, stages=2, out=str(tmp_path))
+    assert found.summary["steps"] == last + 1
+    assert found.summary["checkpoints"] == [last + 1]
+    assert found.weights_sha256 == simulate(job(steps=last + 1), pipelines=2, stages=2).weights_sha256
+
+
+def test_an_error_in_the_hook_ends_the_run_with_its_word() -> None:
+    error = hurt(job(on_step=lambda metrics: boom(torch.zeros(1))), stages=2)
+    assert str(error) == "Job.on_step raised ValueError: boom"
+
+
+# Evaluation and checkpoints
+
+
+def test_evaluations_are_those_of_one_process(tmp_path: Path) -> None:
+    described = job(steps=5, evaluate=DATA[:7], evaluate_every=2)
+    found = simulate(described, pipelines=2, stages=2, out=str(tmp_path))
+    alone = reference(described).evaluations
+    assert found.summary["evaluations"] == pytest.approx(alone)
+    assert list(found.summary["evaluations"]) == [1, 3]
+
+
+def committed(out: Path | str) -> list[int]:
+    return Catalog(Storage(f"{out}/checkpoints")).steps()
+
+
+def test_the_last_step_is_always_saved_and_only_the_newest_are_kept(tmp_path: Path) -> None:
+    found = simulate(job(steps=7), stages=2, out=str(tmp_path), checkpoint_every=2, keep_last=2)
+    assert found.summary["checkpoints"] == [2, 4, 6, 7]
+    assert committed(tmp_path) == [6, 7]
+    Catalog(Storage(f"{tmp_path}/checkpoints")).check(7)
+
+
+def test_a_step_is_saved_once_where_the_interval_and_the_end_meet(tmp_path: Path) -> None:
+    assert simulate(job(steps=4), stages=2, out=str(tmp_path), checkpoint_every=2).summary["checkpoints"] == [2, 4]
+
+
+def test_without_a_folder_nothing_is_saved() -> None:
+    assert simulate(job(), stages=2).summary["checkpoints"] == []
+
+
+def test_a_resumed_run_ends_with_the_weights_of_an_undisturbed_one(tmp_path: Path) -> None:
+    out = str(tmp_path / "run")
+
+    async def script(cluster: Cluster) -> None:
+        await cluster.committed(4)
+        cluster.kill(1)
+
+    with pytest.raises(NodeLost):
+        simulate(job(steps=8), pipelines=2, stages=2, out=out, checkpoint_every=3, script=script)
+    assert committed(out) == [3]
+    found = simulate(job(steps=8), pipelines=2, stages=2, out=out, resume=out)
+    assert found.summary["steps"] == 8
+    assert found.state_sha256 == simulate(job(steps=8), pipelines=2, stages=2).state_sha256
+
+
+def test_a_full_disk_is_one_sentence_and_the_checkpoint_before_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.write
+
+    def write(descriptor: int, data: Any) -> int:
+        if (tmp_path / "checkpoints" / "step-00000004").exists():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(descriptor, data)
+
+    monkeypatch.setattr(os, "write", write)
+    error = hurt(job(steps=8), stages=2, out=str(tmp_path), checkpoint_every=2)
+    monkeypatch.undo()
+    assert isinstance(error, CheckpointError)
+    assert f": could not write {tmp_path}/checkpoints/step-00000004/shard-00000004-" in str(error)
+    assert str(error).startswith("node ")
+    assert "the disk is full" in str(error)
+    assert committed(tmp_path) == [2]
+    Catalog(Storage(f"{tmp_path}/checkpoints")).check(2)
+
+
+def test_a_commit_that_fails_is_one_sentence_and_the_checkpoint_before_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Catalog.commit
+
+    def commit(self: Catalog, step: int, *arguments: Any) -> Any:
+        if step == 4:
+            raise CheckpointError("the disk is full")
+        return real(self, step, *arguments)
+
+    monkeypatch.setattr(Catalog, "commit", commit)
+    error = hurt(job(steps=8), stages=2, out=str(tmp_path), checkpoint_every=2)
+    assert (type(error), str(error)) == (CheckpointError, "the disk is full")
+    assert committed(tmp_path) == [2]
+
+
+# The leader itself
+
+
+@pytest.mark.parametrize("method", ["open", "step", "event", "write", "sync"])
+def test_a_folder_that_can_not_be_written_ends_the_run_and_does_not_hang_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise RunError("steps.jsonl can not be written: No space left on device")
+
+    monkeypatch.setattr(RunFolder, method, full)
+    error = hurt(job(), stages=2, out=str(tmp_path))
+    assert str(error) == "steps.jsonl can not be written: No space left on device"
+
+
+def test_a_fault_of_the_leader_ends_the_run_with_its_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fault(*_: Any) -> None:
+        raise ZeroDivisionError("our fault")
+
+    monkeypatch.setattr(Leader, "_note_ready", fault)
+    error = hurt(job(), stages=2)
+    assert str(error) == "the leader failed: ZeroDivisionError: our fault"
+    assert "in fault" in error.trace
+
+
+def test_nodes_that_would_not_be_exact_together_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from culm.cluster.agent import Agent
+
+    init = Agent.__init__
+
+    def differing(self: Agent, described: Job, node: int, fingerprint: str, *rest: Any) -> None:
+        init(self, described, node, f"machine {node}", *rest)
+
+    monkeypatch.setattr(Agent, "__init__", differing)
+    error = hurt(job(exact=True), stages=2)
+    assert str(error).startswith("nodes differ in what exact results depend on (machine 0; machine 1): use machines")
+    simulate(job(), stages=2)  # without exact they may differ
+
+
+def test_a_leader_forgets_what_is_done() -> None:
+    """Its memory after a hundred steps is that after ten: a run may have a million."""
+    sizes: dict[int, int] = {}
+
+    async def script(cluster: Cluster) -> None:
+        for step in (10, 100):
+            await cluster.committed(step)
+            sizes[step] = sum(len(encode(value)) for value in held)
+
+    held: list[Any] = []
+    init = Leader.__init__
+
+    def keep(self: Leader, *arguments: Any) -> None:
+        init(self, *arguments)
+        held.extend([self.ledger, self.finals, self.shards, self.checkpoints])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Leader, "__init__", keep)
+        found = simulate(job(steps=120), stages=2, script=script)
+    assert sizes[100] <= sizes[10] + 32
+    assert found.summary["samples"] == 120 * 8

@@ -1,0 +1,406 @@
+"""What the store promises its clients: in its own process, over memory, and over sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from culm.cluster.store import Change, MemoryStore, RemoteStore, Store, StoreServer
+from culm.errors import RunError
+from culm.testing import run_virtual
+from culm.transport.base import Transport
+from culm.transport.memory import MemoryNetwork
+from culm.transport.sockets import SocketTransport
+
+PATIENCE_S = 30.0
+
+
+@dataclass
+class World:
+    """A store, and clients that come and go."""
+
+    store: MemoryStore = field(default_factory=MemoryStore)
+    endpoint: Callable[[], Transport] | None = None
+    """How to get an endpoint; None: clients live in the store's process."""
+    server: Transport | None = None
+    serving: asyncio.Task[None] | None = None
+    _leave: dict[int, Callable[[], Awaitable[None]]] = field(default_factory=dict)
+
+    async def client(self) -> Store:
+        if self.endpoint is None:
+            name = f"client-{len(self._leave)}"
+            here = self.store.client(name)
+
+            async def end() -> None:
+                self.store.end(name)
+
+            self._leave[id(here)] = end
+            return here
+        assert self.server is not None
+        transport = self.endpoint()
+        far = RemoteStore(self.server.address, transport)
+        reading = asyncio.create_task(_read(far, transport))
+
+        async def close() -> None:
+            reading.cancel()
+            await transport.close()
+
+        self._leave[id(far)] = close
+        return far
+
+    async def leave(self, client: Store) -> None:
+        """The client's process is gone."""
+        await self._leave.pop(id(client))()
+
+    async def end(self) -> None:
+        for leave in self._leave.values():
+            await leave()
+        await self.end_server()
+
+    async def end_server(self) -> None:
+        if self.serving is not None and self.server is not None:
+            self.serving.cancel()
+            await asyncio.gather(self.serving, return_exceptions=True)
+            await self.server.close()
+            self.serving = None
+
+
+async def _read(store: RemoteStore, transport: Transport) -> None:
+    while True:
+        sender, body = await transport.letter()
+        assert sender == store.server
+        store.heed(body)
+
+
+def sockets() -> Callable[[], Transport]:
+    return lambda: SocketTransport(secret=b"secret")
+
+
+def memory() -> Callable[[], Transport]:
+    network, names = MemoryNetwork(latency=0.01), iter(range(100))
+    return lambda: network.endpoint(f"endpoint-{next(names)}")
+
+
+def patiently(main: Coroutine[Any, Any, None]) -> None:
+    async def bounded() -> None:
+        await asyncio.wait_for(main, PATIENCE_S)
+
+    asyncio.run(bounded())
+
+
+@dataclass(frozen=True)
+class Side:
+    name: str
+    run: Callable[[Coroutine[Any, Any, None]], None]
+    endpoints: Callable[[], Callable[[], Transport]] | None
+
+    @asynccontextmanager
+    async def world(self) -> AsyncIterator[World]:
+        made = World(endpoint=self.endpoints() if self.endpoints else None)
+        if made.endpoint is not None:
+            made.server = made.endpoint()
+            made.serving = asyncio.create_task(StoreServer(made.store, made.server).serve())
+        try:
+            yield made
+        finally:
+            await made.end()
+
+
+HERE = Side("here", run_virtual, None)
+MEMORY = Side("memory", run_virtual, memory)
+SOCKETS = Side("sockets", patiently, sockets)
+FAR = [MEMORY, SOCKETS]
+
+
+@pytest.fixture(params=[HERE, *FAR], ids=lambda side: side.name)
+def side(request: pytest.FixtureRequest) -> Side:
+    found: Side = request.param
+    return found
+
+
+@pytest.fixture(params=FAR, ids=lambda side: side.name)
+def far(request: pytest.FixtureRequest) -> Side:
+    found: Side = request.param
+    return found
+
+
+async def seen(store: Store, prefix: str, count: int) -> list[Change]:
+    """The first changes of a new watch."""
+    async with aclosing(store.watch(prefix)) as changes:
+        found = []
+        async for change in changes:
+            found.append(change)
+            if len(found) == count:
+                break
+        return found
+
+
+async def standing(store: Store) -> None:
+    """The watches that were begun before stand: calls of a client are served in order."""
+    await asyncio.sleep(0)
+    await store.get("")
+
+
+async def gone(store: Store, key: str) -> None:
+    """Wait until a key is not there."""
+    async with aclosing(store.watch(key)) as changes:
+        if await store.get(key) is None:
+            return
+        async for change in changes:
+            if change == Change(key, None):
+                return
+
+
+def test_a_key_has_the_value_that_was_put_last(side: Side) -> None:
+    async def main() -> None:
+        async with side.world() as world:
+            one, other = await world.client(), await world.client()
+            assert await one.get("epoch") is None
+            await one.put("epoch", b"1")
+            await other.put("epoch", b"2")
+            assert await one.get("epoch") == await other.get("epoch") == b"2"
+
+    side.run(main())
+
+
+def test_an_empty_value_is_a_value(side: Side) -> None:
+    async def main() -> None:
+        async with side.world() as world:
+            store = await world.client()
+            await store.put("key", b"")
+            assert await store.get("key") == b""
+            assert not await store.swap("key", None, b"x")
+
+    side.run(main())
+
+
+def test_a_swap_sets_a_key_only_from_the_value_it_names(side: Side) -> None:
+    async def main() -> None:
+        async with side.world() as world:
+            store = await world.client()
+            assert not await store.swap("leader", b"x", b"y")
+            assert await store.swap("leader", None, b"a")
+            assert not await store.swap("leader", None, b"b")
+            assert await store.swap("leader", b"a", b"c")
+            assert await store.get("leader") == b"c"
+
+    side.run(main())
+
+
+def test_of_many_that_swap_at_once_one_succeeds(side: Side) -> None:
+    async def main() -> None:
+        async with side.world() as world:
+            stores = [await world.client() for _ in range(5)]
+            won = await asyncio.gather(*(s.swap("leader", None, bytes([i])) for i, s in enumerate(stores)))
+            assert sum(won) == 1
+            assert await stores[0].get("leader") == bytes([won.index(True)])
+
+    side.run(main())
+
+
+def test_a_watch_sees_what_is_there_then_every_change_in_order(side: Side) -> None:
+    async def main() -> None:
+        async with side.world() as world:
+            writer, reader = await world.client(), await world.client()
+            await writer.put("nodes/1", b"b")
+            await writer.put("nodes/0", b"a")
+            watching = asyncio.create_task(seen(reader, "nodes/", 5))
+            await standing(reader)
+            await writer.put("nodes/0", b"x")
+            await writer.put("epoch", b"not under the prefix")
+            await writer.swap("nodes/0", b"x", b"y")
+            await writer.put("nodes/0", b"y")
+            assert await watching == [
+                Change("nodes/0", b"a"),
+                Change("nodes/1", b"b"),
+                Change("nodes/0", b"x"),
+                Change("nodes/0", b"y"),
+                Change("nodes/0", b"y"),
+            ]
+
+    side.run(main())
+
+
+def test_session_keys_go_with_their_client_and_others_stay(side: Side) -> None:
+    async def main() -> None:
+        async with side.world() as world:
+            node, other = await world.client(), await world.client()
+            await node.put("nodes/3", b"here", session=True)
+            assert await node.swap("leader", None, b"3", session=True)
+            await node.put("result", b"done")
+            await other.put("nodes/4", b"here too", session=True)
+            await world.leave(node)
+            await asyncio.gather(gone(other, "nodes/3"), gone(other, "leader"))
+            assert await other.get("result") == b"done"
+            assert await other.get("nodes/4") == b"here too"
+
+    side.run(main())
+
+
+def test_a_watch_sees_a_session_key_go(side: Side) -> None:
+    async def main() -> None:
+        async with side.world() as world:
+            node, other = await world.client(), await world.client()
+            await node.put("nodes/3", b"here", session=True)
+            watching = asyncio.create_task(seen(other, "nodes/", 2))
+            await standing(other)
+            await world.leave(node)
+            assert await watching == [Change("nodes/3", b"here"), Change("nodes/3", None)]
+
+    side.run(main())
+
+
+def test_a_key_belongs_to_the_session_that_wrote_it_last(side: Side) -> None:
+    async def main() -> None:
+        async with side.world() as world:
+            first, second, witness = [await world.client() for _ in range(3)]
+            await first.put("lasting", b"1", session=True)
+            await second.put("lasting", b"2")
+            await first.put("taken over", b"1", session=True)
+            await second.put("taken over", b"2", session=True)
+            await first.put("mark", b"", session=True)
+            await world.leave(first)
+            await gone(witness, "mark")
+            assert await witness.get("lasting") == b"2"
+            assert await witness.get("taken over") == b"2"
+            await world.leave(second)
+            await gone(witness, "taken over")
+            assert await witness.get("lasting") == b"2"
+
+    side.run(main())
+
+
+def test_a_watch_that_ended_costs_nothing_any_more(side: Side) -> None:
+    async def main() -> None:
+        async with side.world() as world:
+            store = await world.client()
+            await store.put("nodes/0", b"")
+            for _ in range(3):
+                await seen(store, "nodes/", 1)
+            await store.get("nodes/0")  # the server has served all that came before
+            assert not world.store._listeners
+            await store.put("nodes/0", b"")  # and late news of it break nothing
+            assert await store.get("nodes/0") == b""
+
+    side.run(main())
+
+
+def test_the_watches_of_a_client_that_is_gone_cost_nothing_any_more(far: Side) -> None:
+    async def main() -> None:
+        async with far.world() as world:
+            node, other = await world.client(), await world.client()
+            watching = asyncio.create_task(seen(node, "nodes/", 1))
+            await asyncio.sleep(0)
+            await node.put("mark", b"", session=True)
+            assert len(world.store._listeners) == 1
+            await world.leave(node)
+            await gone(other, "mark")
+            await other.get("mark")
+            assert not world.store._listeners
+            watching.cancel()
+
+    far.run(main())
+
+
+def test_an_answer_to_a_call_that_was_given_up_breaks_nothing(far: Side) -> None:
+    async def main() -> None:
+        async with far.world() as world:
+            store = await world.client()
+            calls = [asyncio.create_task(store.get("x")) for _ in range(3)]
+            await asyncio.sleep(0)
+            for call in calls:
+                call.cancel()
+            await store.put("x", b"1")
+            assert await store.get("x") == b"1"
+
+    far.run(main())
+
+
+def test_when_the_server_is_gone_calls_and_watches_fail_and_do_not_hang(far: Side) -> None:
+    async def main() -> None:
+        async with far.world() as world:
+            store = await world.client()
+            await store.put("x", b"1")
+            watching = asyncio.create_task(seen(store, "x", 2))
+            await standing(store)
+            await world.end_server()
+            asking = asyncio.create_task(store.get("x"))
+            for waiting in (watching, asking):
+                with pytest.raises(RunError, match="the connection to the store broke"):
+                    await waiting
+            for later in (store.get("x"), store.put("x", b""), store.swap("x", None, b""), seen(store, "x", 1)):
+                with pytest.raises(RunError, match="the connection to the store broke"):
+                    await later
+
+    far.run(main())
+
+
+def test_a_letter_that_is_no_call_does_not_end_the_store_for_the_others(far: Side) -> None:
+    async def main() -> None:
+        async with far.world() as world:
+            assert world.endpoint is not None
+            assert world.server is not None
+            stranger, store = world.endpoint(), await world.client()
+            for body in (b"", b"\xff" * 9, b"\x81\xa4type\xa3get"):
+                stranger.post(world.server.address, body)
+            await store.put("x", b"1")
+            assert await store.get("x") == b"1"
+            await stranger.close()
+
+    far.run(main())
+
+
+Move = tuple[str, str, bytes | None, int]
+moves: st.SearchStrategy[list[Move]] = st.lists(
+    st.tuples(
+        st.sampled_from(["put", "session", "swap", "end", "watch"]),
+        st.sampled_from(["a", "a/b", "b"]),
+        st.sampled_from([None, b"1", b"2"]),
+        st.integers(0, 2),
+    )
+)
+
+
+@given(moves)
+@settings(max_examples=200, deadline=None)
+def test_whoever_replays_a_watch_has_the_keys_that_the_store_has(script: list[Move]) -> None:
+    """Whenever it began, and whatever happened meanwhile."""
+    store = MemoryStore()
+    copies: list[tuple[str, dict[str, bytes]]] = []
+
+    def watch(prefix: str) -> None:
+        copy: dict[str, bytes] = {}
+        copies.append((prefix, copy))
+
+        def heard(change: Change) -> None:
+            assert change.key.startswith(prefix)
+            if change.value is None:
+                del copy[change.key]  # only what was there can go
+            else:
+                copy[change.key] = change.value
+
+        store.listen(prefix, heard)
+
+    watch("")
+    for move, key, value, client in script:
+        match move:
+            case "put":
+                store.write(key, value or b"")
+            case "session":
+                store.write(key, value or b"", f"client-{client}")
+            case "swap":
+                before = store.read(key)
+                assert store.swap(key, value, b"new") == (before == value)
+            case "end":
+                store.end(f"client-{client}")
+            case "watch":
+                watch(key)
+        for prefix, copy in copies:
+            assert copy == {k: v for k, v in store._values.items() if k.startswith(prefix)}

@@ -1,0 +1,143 @@
+"""Every run equals the reference bit for bit, wherever the model is cut: weights, optimizer state, buffers, losses."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from culm.cluster import prepare
+from culm.job import Job
+from culm.runtime.blueprint import probe
+from culm.testing import Simulated, Trained, reference, simulate
+
+from .jobs import JOBS, but, everything, plain, sgd, stack, words
+
+Shape = tuple[str, int, int]
+"""(schedule, pipelines, stages); 99 stages: one layer each."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def looked_at_once() -> Iterator[None]:
+    """A job is probed once, not for every shape that it runs in."""
+    with pytest.MonkeyPatch.context() as patch:
+        known = functools.cache(lambda number: probe(_alive[number]))
+        patch.setattr(prepare, "probe", lambda job: known(_alive.setdefault(id(job), job) and id(job)))
+        yield
+
+
+_alive: dict[int, Job] = {}
+
+
+@functools.cache
+def job_of(name: str, *, exact: bool = False) -> Job:
+    return but(JOBS[name], exact=exact)
+
+
+@functools.cache
+def expected(name: str, *, exact: bool = False) -> Trained:
+    return reference(job_of(name, exact=exact))
+
+
+def run(job: Job, shape: Shape, **request: Any) -> Simulated:
+    schedule, pipelines, stages = shape
+    most = len(job.layers) // (2 if schedule == "interleaved" else 1)
+    return simulate(job, schedule=schedule, pipelines=pipelines, stages=min(stages, most), **request)
+
+
+def same(found: Simulated, wanted: Trained) -> None:
+    """Names the first tensor that differs, which a digest could not."""
+    assert found.losses == wanted.losses
+    ours, theirs = found.snapshot.tensors, wanted.snapshot.tensors
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert torch.equal(value, theirs[name]), name
+    assert found.snapshot.scalars == wanted.snapshot.scalars
+    assert (found.weights_sha256, found.state_sha256) == (wanted.weights_sha256, wanted.state_sha256)
+
+
+ONE: list[Shape] = [
+    ("gpipe", 1, 1),
+    ("1f1b", 1, 99),
+    ("zb", 1, 1),
+    ("zb", 1, 2),
+    ("zb", 1, 99),
+    ("interleaved", 1, 2),
+]
+SEVERAL: list[Shape] = [("1f1b", 2, 2), ("zb", 3, 99)]
+
+
+@pytest.mark.parametrize("shape", ONE, ids=str)
+@pytest.mark.parametrize("name", JOBS)
+def test_one_pipeline_equals_the_reference(name: str, shape: Shape) -> None:
+    same(run(job_of(name), shape), expected(name))
+
+
+@pytest.mark.parametrize("shape", SEVERAL, ids=str)
+@pytest.mark.parametrize("name", JOBS)
+def test_exact_runs_equal_the_reference_with_any_number_of_pipelines(name: str, shape: Shape) -> None:
+    same(run(job_of(name, exact=True), shape), expected(name, exact=True))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 3, 8])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb", "interleaved"])
+def test_any_number_of_micro_batches_will_do_also_fewer_than_stages(schedule: str, micro_batches: int) -> None:
+    job = but(everything, global_batch=2 * micro_batches, micro_batch=2, steps=2)
+    wanted = reference(job)
+    for stages in (2, 3, 99):
+        same(run(job, (schedule, 1, stages)), wanted)
+
+
+@pytest.mark.parametrize("cuts", [(1, 2), (1, 5), (4, 5), (2, 3)], ids=str)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb"])
+def test_uneven_stages_will_do(schedule: str, cuts: tuple[int, int]) -> None:
+    same(run(everything, (schedule, 1, 3), cuts=cuts), reference(everything))
+
+
+@pytest.mark.parametrize("pipelines", [1, 2, 3, 4])
+def test_exact_with_micro_batches_that_the_pipelines_do_not_divide(pipelines: int) -> None:
+    job = but(everything, exact=True, global_batch=14, micro_batch=2)
+    wanted = reference(job)
+    for schedule, stages in (("gpipe", 1), ("interleaved", 2), ("zb", 3)):
+        same(run(job, (schedule, pipelines, stages)), wanted)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_layers_in_any_order_equal_the_reference(seed: int) -> None:
+    """Random stacks of layers that lay out, repeat, slice and turn tensors in every way that came to mind."""
+    job = stack(seed)
+    wanted = reference(job)
+    for shape in [("gpipe", 1, 1), ("zb", 1, 2), ("zb", 1, 99)] + ([("1f1b", 2, 2)] if job.exact else []):
+        same(run(job, shape), wanted)
+
+
+@pytest.mark.parametrize("pipelines", [2, 3, 5])
+@pytest.mark.parametrize("base", [plain, words, everything], ids=["plain", "words", "everything"])
+def test_fast_runs_equal_the_reference_up_to_the_order_of_sums(base: Job, pipelines: int) -> None:
+    """One step of SGD with a rate of one moves a weight by its gradient: eight roundings of it are allowed."""
+    job = but(base, optimizer=partial(torch.optim.SGD, lr=1.0), steps=1, lr_schedule=None, clip_norm=None)
+    found, wanted = run(job, ("1f1b", pipelines, 2)), reference(job)
+    assert found.losses == wanted.losses
+    for name, value in found.snapshot.tensors.items():
+        torch.testing.assert_close(value, wanted.snapshot.tensors[name], rtol=8 * 2**-24, atol=8 * 2**-24)
+
+
+def test_a_run_repeats_itself() -> None:
+    assert run(everything, ("zb", 2, 3)).state_sha256 == run(everything, ("zb", 2, 3)).state_sha256
+
+
+def test_every_sample_is_counted_once() -> None:
+    summary = run(job_of("batch norm", exact=True), ("zb", 3, 2)).summary
+    job = JOBS["batch norm"]
+    assert summary["samples"] == summary["samples_expected"] == job.steps * job.global_batch
+    assert (summary["samples_lost"], summary["samples_duplicated"]) == (0, 0)
+
+
+def test_recomputing_changes_nothing() -> None:
+    job = but(JOBS["recompute"], optimizer=sgd)
+    assert reference(job).state_sha256 == reference(dataclasses.replace(job, recompute=False)).state_sha256

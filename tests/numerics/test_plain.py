@@ -1,0 +1,175 @@
+"""The reference is what a plain torch loop learns: bit for bit where the arithmetic is the same, else to rounding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from culm.job import Job
+from culm.runtime.data import micro_batch
+from culm.runtime.keys import seed_layer
+from culm.runtime.state import build_layer
+from culm.testing import Trained, reference
+
+from .jobs import (
+    JOBS,
+    WIDTH,
+    Dense,
+    Frozen,
+    HalfFrozen,
+    adamw,
+    around,
+    but,
+    dense,
+    plain,
+    sgd,
+    tiny_gpt,
+    warm,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@dataclass
+class Looped:
+    """What the plain loop comes to."""
+
+    losses: list[float] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    """Parameters and buffers, as in a state_dict."""
+    moments: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Plain:
+    """nn.Sequential, one optimizer, LambdaLR: no stage, no plan, nothing of culm but its keys for samples and draws."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.model = nn.Sequential(*(build_layer(job, index) for index in range(len(job.layers)))).train()
+        for first, *others in job.tied:
+            for name in others:
+                owner, _, own = name.rpartition(".")
+                setattr(self.model.get_submodule(owner), own, self.model.get_parameter(first))
+        self.step = self.micro = 0
+        for index, layer in enumerate(self.model):
+            layer.register_forward_pre_hook(self._seed(index))
+        self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self.optimizer = job.optimizer(list(self.trained.values()))
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, job.lr_schedule or (lambda _: 1.0))
+
+    def _seed(self, index: int) -> Callable[..., None]:
+        return lambda *_: seed_layer(self.job.seed, self.step, self.micro, index)
+
+    def run(self) -> Looped:
+        losses = [self._step(step) for step in range(self.job.steps)]
+        moments = {
+            f"optimizer.{name}.{part}": value
+            for name, parameter in self.trained.items()
+            for part, value in self.optimizer.state[parameter].items()
+        }
+        return Looped(losses, self.model.state_dict(), moments)
+
+    def _step(self, step: int) -> float:
+        self.step, count = step, self.job.micro_batches
+        self.optimizer.zero_grad()
+        total, weights = 0.0, 0.0
+        for self.micro in range(count):
+            loss, weight = self._loss()
+            (loss / count if weight is None else loss).backward()
+            total += loss.item()
+            weights += 1.0 if weight is None else float(weight)
+        for parameter in self.trained.values():
+            if weight is not None and parameter.grad is not None:
+                parameter.grad /= weights
+        if self.job.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.trained.values(), self.job.clip_norm)
+        self.optimizer.step()
+        self.schedule.step()
+        return total / weights
+
+    def _loss(self) -> tuple[Tensor, Any]:
+        inputs, target = micro_batch(self.job, self.step, self.micro, torch.device("cpu"))
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.job.precision == "bf16"):
+            made = self.job.loss(self.model(inputs[0]), target)
+        return made if isinstance(made, tuple) else (made, None)
+
+
+def both(job: Job) -> tuple[Trained, Looped]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(job.threads)
+    try:
+        return reference(job), Plain(job).run()
+    finally:
+        torch.set_num_threads(before)
+
+
+EVEN: dict[str, Any] = {"global_batch": 8, "micro_batch": 2}
+"""M = 4, a power of two: dividing before the sum and dividing after it are the same."""
+Linear = partial(nn.Linear, WIDTH, WIDTH)
+FROZEN = [Frozen, Dense, HalfFrozen, Frozen, Dense]
+SAME = {
+    "AdamW": plain,
+    "SGD with momentum": but(optimizer=sgd),
+    "clipping": but(optimizer=sgd, clip_norm=0.05),
+    "clipping with AdamW": but(optimizer=adamw, clip_norm=0.05),
+    "a schedule": but(optimizer=sgd, lr_schedule=warm),
+    "dropout": but(layers=dense(dropout=0.4)),
+    "bf16": but(layers=dense(dropout=0.4), precision="bf16"),
+    "frozen": but(layers=FROZEN, data=plain.data, clip_norm=0.05),
+    "GPT": tiny_gpt,
+    "GPT in bf16": but(tiny_gpt, precision="bf16", optimizer=sgd),
+    "one weight twice": JOBS["one weight twice"],
+    "attention": JOBS["attention"],
+    "in place": but(
+        layers=[Linear, partial(nn.ReLU, inplace=True), Linear, partial(nn.Dropout, 0.2, inplace=True), Dense]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_the_reference_is_the_plain_loop_bit_for_bit(name: str) -> None:
+    job = but(SAME[name], **EVEN)
+    ours, theirs = both(job)
+    assert ours.losses == theirs.losses
+    assert set(ours.snapshot.parameters) | set(ours.snapshot.buffers) <= set(theirs.weights)
+    for tensor, value in {**ours.snapshot.parameters, **ours.snapshot.buffers}.items():
+        assert torch.equal(value, theirs.weights[tensor]), tensor
+    assert ours.snapshot.moments.keys() == theirs.moments.keys()
+    for tensor, value in ours.snapshot.moments.items():
+        assert torch.equal(value, theirs.moments[tensor]), tensor
+
+
+CLOSE = {
+    "five micro-batches": plain,
+    "exact": but(exact=True, **EVEN),
+    "exact with weights": but(JOBS["weights as tensors"], exact=True),
+    "weights as tensors": JOBS["weights as tensors"],
+    "weights as floats": JOBS["weights as floats"],
+    "recompute": JOBS["recompute"],
+    "tied": but(JOBS["gpt tied"], optimizer=sgd),
+    "tied, clipped, exact": but(JOBS["gpt tied"], optimizer=sgd, clip_norm=0.02, exact=True),
+    "three tied": JOBS["tied three"],
+    "tied inside a layer": but(JOBS["tied inside a layer"], optimizer=sgd),
+    "tied and shared": but(JOBS["tied and shared"], optimizer=sgd),
+    "batch norm": but(JOBS["batch norm"], optimizer=sgd),
+    "batch norm, recomputed": but(JOBS["batch norm recompute"], optimizer=sgd),
+    "batch norm, passed twice": but(JOBS["batch norm twice"], optimizer=sgd),
+    "batch norm, passed by": but(JOBS["stochastic depth"], optimizer=sgd),
+    "views": but(JOBS["views"], optimizer=sgd),
+    "complex": but(JOBS["complex"], optimizer=sgd),
+    "a layer that stops the gradient": but(around(Dense, Dense), optimizer=sgd),
+}
+
+
+@pytest.mark.parametrize("name", CLOSE)
+def test_the_reference_is_the_plain_loop_to_rounding(name: str) -> None:
+    ours, theirs = both(CLOSE[name])
+    torch.testing.assert_close(ours.losses, theirs.losses, rtol=1e-5, atol=0)
+    for tensor, value in {**ours.snapshot.parameters, **ours.snapshot.buffers}.items():
+        torch.testing.assert_close(value, theirs.weights[tensor], rtol=1e-4, atol=2e-6)

@@ -1,0 +1,274 @@
+"""What a run does beside the plain step: evaluate, stop, skip, start from a file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import culm
+from culm.errors import JobError, LayerFailed, NonFiniteLoss
+from culm.job import Job
+from culm.runtime.data import evaluation_batch, evaluation_batches
+from culm.runtime.state import State, build_layer
+from culm.testing import reference, simulate
+
+from .jobs import JOBS, WIDTH, Dense, Points, around, but, by_label, everything, plain, sgd, words
+
+evaluated = but(
+    JOBS["batch norm"], evaluate=Points(count=8), evaluate_every=2, steps=4, layers=[
+        partial(Dense, dropout=0.5), *JOBS["batch norm"].layers[1:]
+    ],
+)  # fmt: skip
+
+
+def evaluations(job: Job, **request: Any) -> dict[int, float]:
+    found: dict[int, float] = simulate(job, **request).summary["evaluations"]
+    return {int(step): loss for step, loss in found.items()}
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb", "interleaved"])
+@pytest.mark.parametrize(
+    "job", [evaluated, but(everything, evaluate=words.data, evaluate_every=1)], ids=["mean", "sum"]
+)
+def test_evaluations_equal_the_reference(job: Job, schedule: str) -> None:
+    wanted = reference(job).evaluations
+    assert len(wanted) == job.steps // job.evaluate_every
+    assert evaluations(job, schedule=schedule, stages=2) == wanted
+
+
+def test_pipelines_share_an_evaluation_up_to_the_order_of_its_sum() -> None:
+    wanted = reference(but(evaluated, exact=True)).evaluations
+    found = evaluations(but(evaluated, exact=True), pipelines=3, stages=2)
+    assert found.keys() == wanted.keys()
+    assert list(found.values()) == pytest.approx(list(wanted.values()), rel=1e-15)
+
+
+def test_an_evaluation_is_the_mean_over_all_items_with_dropout_off_and_running_statistics() -> None:
+    trained = reference(evaluated)
+    model = nn.Sequential(*(build_layer(evaluated, index) for index in range(len(evaluated.layers)))).eval()
+    model.load_state_dict({**trained.snapshot.parameters, **trained.snapshot.buffers})
+    total = 0.0
+    for micro in range(evaluation_batches(evaluated)):
+        (inputs,), target = evaluation_batch(evaluated, micro, torch.device("cpu"))
+        loss = evaluated.loss(model(inputs), target)
+        assert isinstance(loss, Tensor)
+        total += loss.item() * len(inputs)
+    assert trained.evaluations[3] == pytest.approx(total / 8, rel=1e-6)
+
+
+def test_evaluating_does_not_disturb_the_training() -> None:
+    quiet = but(evaluated, evaluate=None, evaluate_every=0)
+    loud = simulate(evaluated, schedule="zb", stages=3)
+    assert loud.state_sha256 == simulate(quiet, schedule="zb", stages=3).state_sha256
+
+
+class Watch:
+    """A hook that remembers what it was told, and stops after some step."""
+
+    def __init__(self, last: int = 1 << 30) -> None:
+        self.told: list[Mapping[str, Any]] = []
+        self.last = last
+
+    def __call__(self, metrics: Mapping[str, Any]) -> object:
+        self.told.append(metrics)
+        return culm.STOP if metrics["step"] == self.last else None
+
+
+def test_the_hook_hears_of_every_step_in_order() -> None:
+    watch = Watch()
+    run = simulate(but(plain, on_step=watch, steps=4), stages=3)
+    assert [(told["step"], told["loss"]) for told in watch.told] == list(enumerate(run.losses))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb"])
+def test_a_hook_that_returns_stop_ends_the_run_after_that_step(schedule: str) -> None:
+    run = simulate(but(plain, on_step=Watch(last=1), steps=9, exact=True), pipelines=2, stages=2, schedule=schedule)
+    wanted = reference(but(plain, steps=2, exact=True))
+    assert (run.summary["steps"], run.losses) == (2, wanted.losses)
+    assert run.state_sha256 == wanted.state_sha256
+
+
+class Poisoned(Points):
+    """Item 7 is not a number."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        point, label = super().__getitem__(index)
+        return point * (math.nan if index == 7 else 1.0), label
+
+
+class Rooted(nn.Module):
+    """Its gradient is infinite where an input is exactly zero, though its output is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.scale).abs().sqrt()
+
+
+class Blank(Points):
+    """Item 7 is all zeros."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        point, label = super().__getitem__(index)
+        return point * (0.0 if index == 7 else 1.0), label
+
+
+nan_loss = around(Dense, data=Poisoned(count=30), steps=3, optimizer=sgd)
+nan_gradient = but(layers=[Rooted, Dense, partial(Dense, WIDTH, 3)], data=Blank(count=30), steps=3, optimizer=sgd)
+BROKEN = {
+    "a loss": nan_loss,
+    "a loss, clipped": but(nan_loss, clip_norm=0.1),
+    "a gradient": nan_gradient,
+    "a gradient, clipped": but(nan_gradient, clip_norm=0.1),
+}
+SHAPES: list[dict[str, Any]] = [{"stages": 3}, {"stages": 2, "schedule": "zb"}, {"pipelines": 2, "stages": 2}]
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_step_that_is_not_finite_can_be_skipped_and_moves_nothing(name: str, exact: bool) -> None:
+    job = but(BROKEN[name], nonfinite="skip", exact=exact)
+    wanted = reference(job)
+    assert all(bool(value.isfinite().all()) for value in wanted.snapshot.tensors.values())
+    for shape in SHAPES if exact else SHAPES[:2]:
+        run = simulate(job, **shape)
+        assert run.summary["skipped_steps"] == 1
+        assert run.state_sha256 == wanted.state_sha256
+
+
+def test_a_skipped_step_is_as_if_it_had_not_been() -> None:
+    """Item 7 comes in one of the three steps of a pass: with that step alone, nothing moves at all."""
+    job = but(nan_loss, nonfinite="skip")
+    states = [reference(but(job, steps=steps)).state_sha256 for steps in range(4)]
+    assert len(set(states)) == 3
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_step_that_is_not_finite_stops_the_run_by_default(name: str, exact: bool) -> None:
+    job = but(BROKEN[name], exact=exact)
+    with pytest.raises(NonFiniteLoss) as wanted:
+        reference(job)
+    step = next(word for word in str(wanted.value).split() if word.isdigit())
+    for shape in SHAPES:
+        with pytest.raises(NonFiniteLoss, match=f"step {step}") as found:
+            simulate(job, **shape)
+        assert str(found.value).count("\n") == 0
+
+
+def nothing_counts(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
+    return by_label(output, target)[0], 0.0
+
+
+def test_weights_that_add_up_to_nothing_stop_the_run_or_skip_the_step() -> None:
+    job = but(loss=nothing_counts)
+    with pytest.raises(NonFiniteLoss, match="add up to 0 in step 0"):
+        simulate(job, stages=2)
+    run = simulate(but(job, nonfinite="skip"), stages=2)
+    assert run.state_sha256 == reference(but(job, steps=0)).state_sha256
+
+
+def test_a_loss_without_any_gradient_for_one_micro_batch_is_fine() -> None:
+    job = but(loss=sometimes_constant)
+    assert simulate(job, stages=3, schedule="zb").state_sha256 == reference(job).state_sha256
+
+
+def sometimes_constant(output: Tensor, target: Tensor) -> Tensor:
+    """Nothing to learn from a micro-batch of an even sum."""
+    return nn.functional.cross_entropy(output, target) if int(target.sum()) % 2 else torch.tensor(0.5)
+
+
+def saved(job: Job, path: Path, **renamed: str) -> str:
+    """Weights and buffers of the job after its steps, as a file."""
+    found = reference(job).snapshot
+    tensors = {renamed.get(name, name): value for name, value in {**found.parameters, **found.buffers}.items()}
+    save_file(tensors, path)
+    return str(path)
+
+
+@pytest.mark.parametrize("name", ["batch norm", "gpt tied", "tied and shared", "everything"])
+def test_a_run_starts_from_a_file(name: str, tmp_path: Path) -> None:
+    job = but(JOBS[name], exact=True)
+    start = but(job, init=saved(job, tmp_path / "a.safetensors"))
+    assert reference(but(start, steps=0)).weights_sha256 == reference(job).weights_sha256
+    assert reference(start).weights_sha256 != reference(job).weights_sha256
+    assert simulate(start, pipelines=2, stages=2).state_sha256 == reference(start).state_sha256
+
+
+def test_a_tied_tensor_may_stand_in_the_file_under_any_of_its_names(tmp_path: Path) -> None:
+    path = saved(everything, tmp_path / "a.safetensors", **{"0.table.weight": "5.head.weight"})
+    assert reference(but(everything, init=path, steps=0)).weights_sha256 == reference(everything).weights_sha256
+
+
+def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:
+    path = saved(plain, tmp_path / "a.safetensors")
+    with pytest.raises(JobError, match=r"has no tensor '5\.linear\.bias' \(2 are missing\)"):
+        reference(but(layers=[Dense, *plain.layers], init=path))
+    with pytest.raises(JobError, match=r"'4\.linear\.weight' has shape \(3, 6\), the layer wants \(4, 6\)"):
+        reference(but(layers=[*plain.layers[:-1], partial(Dense, WIDTH, 4)], init=path))
+    Path(path).write_bytes(b"nothing of the kind")
+    with pytest.raises(JobError, match="can not be read as safetensors"):
+        reference(but(init=path))
+
+
+def test_another_seed_learns_something_else() -> None:
+    assert len({simulate(but(seed=seed), stages=2).weights_sha256 for seed in range(4)}) == 4
+    assert len({reference(but(seed=seed, steps=0)).weights_sha256 for seed in range(4)}) == 4
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_no_steps_leave_the_initial_weights(shape: dict[str, Any]) -> None:
+    run = simulate(but(everything, steps=0), **shape)
+    state = State(everything, range(6))
+    assert run.losses == []
+    assert run.summary["steps"] == 0
+    assert run.weights_sha256 == reference(but(everything, steps=0)).weights_sha256
+    assert torch.equal(run.snapshot.parameters["1.linear.weight"], state.layers[1].trained["1.linear.weight"])
+
+
+class Faulty(Dense):
+    """Works when it is looked at, and not in the second step."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        type(self).calls += 1
+        if self.calls > 7:
+            raise ValueError("seven is enough")
+        return super().forward(x)
+
+
+class Hindered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ValueError("not backwards")
+
+
+class OneWay(Dense):
+    def forward(self, x: Tensor) -> Tensor:
+        return Hindered.apply(super().forward(x))  # type: ignore[no-any-return, no-untyped-call]
+
+
+def test_code_of_the_user_that_raises_is_named() -> None:
+    Faulty.calls = 0
+    with pytest.raises(
+        LayerFailed, match=r"node 1: layer 2 \(Faulty\) raised ValueError on input \(2, 6\) float32: seven"
+    ):
+        simulate(around(Dense, Faulty), stages=2)
+    for schedule in ("1f1b", "zb"):
+        with pytest.raises(LayerFailed, match=r"the backward of layer 2 \(OneWay\).* raised ValueError: not backwards"):
+            simulate(around(Dense, OneWay), stages=2, schedule=schedule, cuts=(2,))
