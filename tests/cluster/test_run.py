@@ -79,12 +79,10 @@ def test_an_error_in_any_function_of_the_job_ends_the_run_with_its_word(field: s
 
     class Items(list[Any]):
         def __getitem__(self, index: Any) -> Any:
-            return self._count() or super().__getitem__(index)
-
-        def _count(self) -> None:
             calls.append(1)
             if len(calls) > 30:
                 raise ValueError("boom")
+            return super().__getitem__(index)
 
     calls: list[int] = []
 
@@ -171,7 +169,7 @@ def test_the_sentence_for_a_lost_node_says_where_the_run_stood_and_how_to_go_on(
         "node 1 vanished in step 3 and nobody else holds its layers (strategy none): "
         f"resume it with --resume {tmp_path}"
     )
-    with pytest.raises(NodeLost, match="it had no checkpoint yet$"):
+    with pytest.raises(NodeLost, match="it had no checkpoint yet"):
         simulate(job(steps=10**6), stages=2, script=script)
 
 

@@ -18,6 +18,8 @@ from culm.job import Job
 from culm.models.gpt import gpt, gpt_loss, gpt_tied
 from culm.runtime import statistics
 
+from . import quiet
+
 WIDTH = 6
 
 
@@ -121,8 +123,9 @@ def by_name(output: Tensor, target: Labelled) -> tuple[Tensor, Tensor]:
 
 
 def drawing(output: Tensor, target: Tensor) -> Tensor:
-    """A loss that draws."""
-    return functional.cross_entropy(output + 0.1 * torch.randn_like(output), target)
+    """A loss that draws from all three generators."""
+    noise = 0.1 * torch.randn_like(output) * random.random() + np.random.uniform(0, 0.1, output.shape[1])
+    return functional.cross_entropy(output + noise.float(), target)
 
 
 def in_place(output: Tensor, target: Tensor) -> Tensor:
@@ -342,6 +345,25 @@ class Doubled(nn.Module):
 class Added(Dense):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(x) + y
+
+
+class Tripled(nn.Module):
+    """One tensor at three places: the order of their gradients shows."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return x, x, x
+
+
+class Weighed(nn.Module):
+    """Uses three tensors differently, and one of them twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+        out: Tensor = torch.tanh(self.a(x)) + torch.sigmoid(self.b(y)) * self.c(z) + x * y
+        return out
 
 
 class Stray(nn.Module):
@@ -674,8 +696,8 @@ JOBS: Mapping[str, Job] = MappingProxyType(
         "recompute": but(layers=dense(dropout=0.3), recompute=True),
         "batch norm": around(Normed, partial(Normed, None), global_batch=15, micro_batch=3),
         "batch norm recompute": around(Normed, Normed, global_batch=15, micro_batch=3, recompute=True),
-        "batch norm twice": around(NormedTwice, Dense, global_batch=15, micro_batch=3),
-        "stochastic depth": around(Stochastic, Stochastic, global_batch=15, micro_batch=3),
+        "batch norm twice": around(NormedTwice, partial(NormedTwice, None), global_batch=15, micro_batch=3),
+        "stochastic depth": around(Stochastic, partial(Stochastic, None), global_batch=15, micro_batch=3),
         "own statistics": around(Tracked, Tracked),
         "weights as tensors": words,
         "weights as floats": but(loss=by_label, clip_norm=0.1),
@@ -683,6 +705,8 @@ JOBS: Mapping[str, Job] = MappingProxyType(
         "random data": but(data=Noisy(), collate=jitter),
         "random layers": around(Chance, Chance),
         "random layers recompute": around(Chance, Chance, recompute=True),
+        "random layers, quietly": around(partial(quiet.Chance, WIDTH, WIDTH), partial(quiet.Steady, WIDTH, WIDTH)),
+        "random loss, quietly": but(layers=[partial(quiet.Steady, WIDTH, WIDTH)] * 3, loss=quiet.loss),
         "random loss": but(loss=drawing, layers=dense(dropout=0.2)),
         "tuples": but(layers=[Branch, Along, Along, Ahead, Merge], collate=halves, data=Points(classes=WIDTH)),
         "tuples recompute": but(
@@ -690,6 +714,7 @@ JOBS: Mapping[str, Job] = MappingProxyType(
         ),
         "tuple to the loss": around(Doubled, Added, Doubled, Added, Dense, loss=mean),
         "doubled": but(layers=[Dense, Doubled, Added, Doubled, Added, Dense, Doubled], loss=of_two),
+        "tripled": around(Tripled, Weighed, Dense, Tripled, Weighed),
         "stray": but(layers=[Dense, Stray, Added, Stray, Added, partial(Dense, WIDTH, 3)]),
         "stray recompute": but(layers=[Dense, Stray, Added, Stray, Added, partial(Dense, WIDTH, 3)], recompute=True),
         "ignoring": around(Ignoring, Dense),

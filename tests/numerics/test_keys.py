@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from functools import partial
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+from culm.runtime.call import call_layer
 from culm.runtime.data import micro_batch
-from culm.runtime.keys import key, permute, sample_indices, seed_layer
+from culm.runtime.keys import key, knows_outside, permute, sample_indices, seed_layer
+from culm.runtime.state import HeldLayer
 
-from .jobs import JOBS, Points, but
+from . import quiet
+from .jobs import JOBS, Dense, Points, but, mean, plain
 
 
 @settings(max_examples=60, deadline=None)
@@ -60,6 +67,24 @@ def test_a_layer_draws_the_same_from_every_generator_whoever_runs_it() -> None:
     others = [draws(1, 1, 2), draws(0, 0, 2), draws(0, 1, 1)]
     assert draws(0, 1, 2) == first
     assert all(a != b for other in others for a, b in zip(first, other, strict=True))
+
+
+def test_code_is_believed_to_draw_where_its_file_could_and_watched_where_not() -> None:
+    assert knows_outside(nn.Sequential(Dense()))
+    assert knows_outside(partial(mean))
+    assert not knows_outside(nn.Sequential(nn.Linear(1, 1), quiet.Steady(1, 1)))
+    assert not knows_outside(quiet.loss)
+
+
+@pytest.mark.parametrize(("layer", "draws"), [(quiet.Chance, True), (quiet.Steady, False)])
+def test_what_a_layer_draws_from_is_learned_when_it_first_trains(layer: Any, draws: bool) -> None:
+    held = HeldLayer(plain, 0, layer(2, 2), {})
+    held.module.eval()
+    call_layer(held, (torch.ones(1, 2),), 0, 0, 0)
+    assert held.manner.draws is None
+    held.module.train()
+    call_layer(held, (torch.ones(1, 2),), 0, 0, 0)
+    assert held.manner.draws is draws
 
 
 def test_a_micro_batch_is_the_same_whatever_was_drawn_before() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from culm.job import Job
+from culm.runtime import statistics
 from culm.runtime.data import micro_batch
 from culm.runtime.keys import seed_layer
 from culm.runtime.state import build_layer
@@ -173,3 +174,12 @@ def test_the_reference_is_the_plain_loop_to_rounding(name: str) -> None:
     torch.testing.assert_close(ours.losses, theirs.losses, rtol=1e-5, atol=0)
     for tensor, value in {**ours.snapshot.parameters, **ours.snapshot.buffers}.items():
         torch.testing.assert_close(value, theirs.weights[tensor], rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_a_batch_norm_that_was_not_passed_does_not_move(momentum: float | None) -> None:
+    norm = nn.BatchNorm1d(3, momentum=momentum)
+    before = {name: value.clone() for name, value in norm.state_dict().items()}
+    (nothing,) = statistics.collect([norm], {})
+    statistics.apply(norm, nothing)
+    torch.testing.assert_close(dict(norm.state_dict()), before, rtol=0, atol=0)

@@ -20,13 +20,20 @@ from culm.runtime.data import evaluation_batch, evaluation_batches
 from culm.runtime.state import State, build_layer
 from culm.testing import reference, simulate
 
-from .jobs import JOBS, WIDTH, Dense, Points, around, but, by_label, everything, plain, sgd, words
+from .jobs import JOBS, WIDTH, Dense, Points, around, but, by_label, drawing, everything, plain, sgd, words
 
 evaluated = but(
     JOBS["batch norm"], evaluate=Points(count=8), evaluate_every=2, steps=4, layers=[
         partial(Dense, dropout=0.5), *JOBS["batch norm"].layers[1:]
     ],
 )  # fmt: skip
+
+
+EVALUATED = {
+    "a mean": evaluated,
+    "a sum": but(everything, evaluate=words.data, evaluate_every=1),
+    "layers that draw": but(JOBS["random layers"], evaluate=Points(count=7), evaluate_every=2, loss=drawing),
+}
 
 
 def evaluations(job: Job, **request: Any) -> dict[int, float]:
@@ -203,6 +210,12 @@ def test_a_run_starts_from_a_file(name: str, tmp_path: Path) -> None:
     assert reference(but(start, steps=0)).weights_sha256 == reference(job).weights_sha256
     assert reference(start).weights_sha256 != reference(job).weights_sha256
     assert simulate(start, pipelines=2, stages=2).state_sha256 == reference(start).state_sha256
+
+
+def test_a_parameter_with_two_names_in_a_layer_is_saved_once() -> None:
+    found = reference(JOBS["tied and shared"]).snapshot
+    assert [name for name in found.parameters if name.startswith("1.")] == ["1.up.bias", "1.down.bias", "1.up.weight"]
+    assert not found.buffers
 
 
 def test_a_tied_tensor_may_stand_in_the_file_under_any_of_its_names(tmp_path: Path) -> None:

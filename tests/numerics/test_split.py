@@ -78,7 +78,27 @@ def untrained(x: list[Tensor], w: list[Tensor]) -> Sequence[Tensor]:
     return [torch.tanh(x[0] * x[1])]
 
 
-GRAPHS: list[Graph] = [chain, thrice, chunked, strays, only_strays, ends, in_two_ways, skipping, untrained]
+class Both(torch.autograd.Function):
+    """One node with a weight and two outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x, w)
+        return x @ w, (x * 2) @ w
+
+    @staticmethod
+    def backward(ctx: Any, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, w = ctx.saved_tensors
+        sum_ = first + 2 * second
+        return sum_ @ w.T, x.T @ sum_
+
+
+def two_ports(x: list[Tensor], w: list[Tensor]) -> Sequence[Tensor]:
+    first, second = Both.apply(x[0], w[0])  # type: ignore[no-untyped-call]
+    return [first.tanh() @ w[1], second.sigmoid() @ w[2]]
+
+
+GRAPHS: list[Graph] = [chain, thrice, chunked, strays, only_strays, ends, in_two_ways, skipping, untrained, two_ports]
 
 
 def leaves() -> tuple[list[Tensor], list[Tensor]]:

@@ -121,7 +121,7 @@ def bad_headers() -> dict[str, bytes]:
 
 @pytest.mark.parametrize("name", bad_headers())
 def test_what_is_no_header_is_a_value_error_and_nothing_else(name: str) -> None:
-    with pytest.raises(ValueError, match="^not a frame: "):
+    with pytest.raises(ValueError, match=r"^not a frame: "):
         wire.parse(bad_headers()[name])
     assert not Bomb.opened
 

@@ -163,7 +163,7 @@ async def local_run(
     run = LocalRun(setup, store)
     serving = asyncio.create_task(StoreServer(store, transport).serve())
     for node in range(setup.nodes):
-        nursery.order(Start(node, transport.address, secret, ports=ports))
+        nursery.order(Start(node, transport.address, secret, ports=ports, neighbours=setup.nodes))
     left = set(range(setup.nodes))
     watching = asyncio.create_task(_watch(nursery, run, left))
     try:

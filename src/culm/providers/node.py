@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from culm.cluster.agent import Agent
 from culm.cluster.store import RemoteStore
-from culm.providers.nursery import Start, fork, readable
+from culm.providers.nursery import NVML_CHECK, Start, fork, readable
 from culm.runtime.clock import RealClock
 from culm.runtime.fingerprint import fingerprint
 from culm.runtime.worker import Worker
@@ -60,11 +60,13 @@ async def _agent(job: Job, order: Start, pipe: Connection, worker: int) -> None:
 def _run_worker(job: Job, order: Start, pipe: Connection) -> None:
     import torch
 
+    # Only the nursery must look for GPUs that way: it takes milliseconds, and optimizers look at every step.
+    os.environ.pop(NVML_CHECK, None)
     torch.set_num_threads(job.threads)
     address = pipe.recv_bytes().decode()
 
     async def main() -> None:
-        transport = _transport(order)
+        transport = _transport(order, look_out=_look_out(order.neighbours))
         try:
             await Worker(job, order.node, address, transport, RealClock()).run()
         finally:
@@ -75,9 +77,14 @@ def _run_worker(job: Job, order: Start, pipe: Connection) -> None:
     asyncio.run(main())
 
 
-def _transport(order: Start) -> SocketTransport:
+def _transport(order: Start, *, look_out: float = 0.0) -> SocketTransport:
     ports = range(order.ports[0], order.ports[1] + 1) if order.ports else None
-    return SocketTransport(secret=order.secret, host=order.host, ports=ports)
+    return SocketTransport(secret=order.secret, host=order.host, ports=ports, look_out=look_out)
+
+
+def _look_out(neighbours: int) -> float:
+    """Seconds that a worker watches for a frame before it sleeps: long where it has a core to itself, and else short."""
+    return 0.02 if len(os.sched_getaffinity(0)) > neighbours else 0.0
 
 
 def _die_with(parent: int) -> None:

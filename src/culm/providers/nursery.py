@@ -27,6 +27,7 @@ from culm.errors import CulmError, RunError
 from culm.job import Job
 
 _REAP_S = 0.2
+NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
 class JobSource(msgspec.Struct, frozen=True):
@@ -54,6 +55,8 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     secret: bytes
     host: str = "127.0.0.1"
     ports: tuple[int, int] | None = None
+    neighbours: int = 1
+    """Workers on this machine."""
 
 
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
@@ -240,7 +243,7 @@ def refused(report: Refused) -> CulmError:
 def main(descriptor: int) -> None:
     """The nursery process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's business
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # looking for a GPU must not start one here
+    os.environ[NVML_CHECK] = "1"  # looking for a GPU must not start one here
     import torch
 
     torch.set_num_threads(1)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from culm.errors import CulmError, JobError, LayerFailed
 from culm.runtime.data import Values, pack
-from culm.runtime.keys import seed_layer
+from culm.runtime.keys import outside_state, seed_layer
 
 if TYPE_CHECKING:
     from culm.job import Job
@@ -21,26 +21,53 @@ if TYPE_CHECKING:
 
 
 class Manner:
-    """Whether some code writes into its input: found out when it first runs in training, on copies."""
+    """How some code of the user treats what it is given: learned when it runs, so that what is dear is done only where
+    it is needed. What is not known yet is treated with all care."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, draws: bool | None = None) -> None:
         self.writes: bool | None = None
+        """Whether it writes into its input: then it gets copies."""
+        self.draws = draws
+        """Whether it may draw from `random` or numpy: they are slow to seed. Known after the first run in training."""
+        self._state: tuple[object, ...] = ()
+        self._lays: dict[tuple[int, torch.Size], bool] = {}
+        """By input and shape: whether the gradient that it leaves there lies in one piece by itself."""
+
+    def seed(self, seed: int, step: int, micro: int, place: int) -> None:
+        """Before a run: its draws come from (seed, step, micro-batch, place in the model)."""
+        seed_layer(seed, step, micro, place, outside=self.draws is not False)
+        if self.draws is None:
+            self._state = outside_state()
 
     def lend(self, values: Values) -> Values:
-        """What the code is given for the values: never a leaf of the graph, which autocast and writing treat apart."""
-        lent = tuple(_lent(value) for value in values)
+        """What the code is given for the values."""
+        taped = torch.is_grad_enabled()
+        lent = tuple(self._lent(n, value.contiguous(), taped) for n, value in enumerate(values))
         return lent if self.writes is False else tuple(value.clone() for value in lent)
 
+    def _lent(self, number: int, value: Tensor, taped: bool) -> Tensor:
+        """The same numbers. There and back through a flat view costs little, and lays the gradient out in one piece."""
+        if not (taped and value.requires_grad):
+            return value
+        place = number, value.shape
+        lies = self._lays.get(place)
+        if lies:
+            # Autocast keeps the casts of leaves: a gradient would be added up in another type than inside a graph.
+            return value.view_as(value) if value.is_leaf and torch.is_autocast_enabled(value.device.type) else value
+        flat = value.view(-1).view(value.shape)
+        if lies is None:
+            flat.register_hook(lambda gradient: self._look(place, gradient))
+        return flat
+
+    def _look(self, place: tuple[int, torch.Size], gradient: Tensor) -> None:
+        self._lays[place] = gradient.is_contiguous() and self._lays.get(place, True)
+
     def learn(self, lent: Values) -> None:
-        """After the first run: from now on, copy only if something was written."""
+        """After a run in training: from now on copy only where something was written, seed only what was drawn from."""
         if self.writes is None:
             self.writes = any(value._version for value in lent)
-
-
-def _lent(value: Tensor) -> Tensor:
-    """The same numbers in one piece. There and back through a flat view costs nothing, and lays a gradient out so."""
-    whole = value.contiguous()
-    return whole.view(-1).view(whole.shape) if whole.requires_grad and torch.is_grad_enabled() else whole
+        if self.draws is None:
+            self.draws = outside_state() != self._state
 
 
 def handed_on(value: Tensor) -> Tensor:
@@ -50,7 +77,7 @@ def handed_on(value: Tensor) -> Tensor:
 
 def call_layer(layer: HeldLayer, values: Values, step: int, micro: int, seed: int) -> Values:
     """One layer's forward, with its own randomness; an exception of the user's code names the layer."""
-    seed_layer(seed, step, micro, layer.index)
+    layer.manner.seed(seed, step, micro, layer.index)
     lent = layer.manner.lend(values)
     try:
         several = len(lent) > 1
@@ -66,10 +93,11 @@ def call_layer(layer: HeldLayer, values: Values, step: int, micro: int, seed: in
 
 
 def loss_of(
-    job: Job, outputs: Values, target: Any, manner: Manner | None = None
+    job: Job, outputs: Values, target: Any, step: int = 0, micro: int = 0, manner: Manner | None = None
 ) -> tuple[Tensor, Tensor | float | None]:
-    """The loss of a micro-batch and, where the loss returns (sum, weight), its weight."""
-    manner = manner or Manner()
+    """The loss of a micro-batch and, where the loss returns (sum, weight), its weight. It draws like one more layer."""
+    manner = manner or Manner(draws=True)
+    manner.seed(job.seed, step, micro, len(job.layers))
     lent = manner.lend(outputs)
     try:
         made = job.loss(lent[0] if len(lent) == 1 else lent, target)

@@ -8,9 +8,12 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 if TYPE_CHECKING:
     from culm.job import Job
@@ -24,9 +27,41 @@ def key(*parts: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") & _MASK
 
 
-def seed_layer(seed: int, step: int, micro: int, layer: int) -> None:
-    """Draws inside a layer (dropout and the like) come from (seed, step, micro-batch, layer)."""
-    seed_everything(key(seed, step, micro, layer))
+def seed_layer(seed: int, step: int, micro: int, layer: int, *, outside: bool = True) -> None:
+    """Draws inside a layer (dropout and the like) come from (seed, step, micro-batch, layer).
+
+    `outside` False: the layer is known to draw from torch alone.
+    """
+    value = key(seed, step, micro, layer)
+    if outside:
+        seed_everything(value)
+    else:
+        seed_torch(value)
+
+
+def outside_state() -> tuple[object, ...]:
+    """Where the generators of `random` and numpy stand: it changes when somebody draws from them. Slow."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return (random.getstate(),)
+    _, words, position, *_ = numpy.random.get_state()
+    return random.getstate(), words.tobytes(), position
+
+
+def knows_outside(code: Callable[..., Any]) -> bool:
+    """Whether a file that code stands in has imported `random` or numpy, or something of theirs, and so may draw."""
+    homes = {getattr(getattr(code, "func", code), "__module__", None) or ""}
+    if isinstance(code, nn.Module):
+        homes = {cls.__module__ for part in code.modules() for cls in type(part).__mro__}
+    own = [sys.modules.get(home) for home in homes if home.partition(".")[0] not in ("torch", "builtins")]
+    return any(_from_outside(value) for home in own if home is not None for value in list(vars(home).values()))
+
+
+def _from_outside(value: object) -> bool:
+    if isinstance(value, ModuleType):
+        return value.__name__.partition(".")[0] in ("random", "numpy")
+    owner = type(getattr(value, "__self__", None))
+    return owner.__module__.partition(".")[0] in ("random", "numpy")
 
 
 def seed_torch(value: int) -> None:

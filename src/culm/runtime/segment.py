@@ -19,6 +19,7 @@ from culm.errors import CulmError, LayerFailed
 from culm.runtime import split, statistics
 from culm.runtime.call import Manner, call_layer, handed_on, loss_of
 from culm.runtime.data import Values
+from culm.runtime.keys import knows_outside
 from culm.runtime.split import Gradients
 from culm.runtime.statistics import Statistics
 
@@ -72,7 +73,7 @@ class Segment:
         self.split = split_backward
         self.moving = any(layer.moving for layer in self.layers)
         self.tapes: dict[tuple[int, int], Tape] = {}
-        self._loss_manner = Manner()
+        self._loss_manner = Manner(draws=knows_outside(job.loss) or None)
         self._cast: Callable[[], AbstractContextManager[Any]] = nullcontext
         if job.precision == "bf16":
             kind = state.device.type
@@ -109,7 +110,7 @@ class Segment:
                 finally:
                     layer.module.train()
             if self.last:
-                outcome.loss, outcome.weight = loss_of(self.job, values, target, self._loss_manner)
+                outcome.loss, outcome.weight = loss_of(self.job, values, target, -1, micro, self._loss_manner)
                 values = ()
         return tuple(handed_on(v) for v in values), outcome
 
@@ -185,7 +186,7 @@ class Segment:
         """The loss joins the last piece, or is a piece of its own where the layers are run again."""
         if self.job.recompute:
             tape.pieces.append(Piece(outputs, (), []))
-        loss, outcome.weight = loss_of(self.job, outputs, target, self._loss_manner)
+        loss, outcome.weight = loss_of(self.job, outputs, target, tape.step, tape.micro, self._loss_manner)
         tape.pieces[-1].outputs = (loss,)
         outcome.loss = loss.detach()
         return (loss,)

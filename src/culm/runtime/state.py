@@ -21,7 +21,7 @@ from culm.errors import JobError
 from culm.runtime import statistics
 from culm.runtime.accumulate import Accumulator, finish
 from culm.runtime.call import Manner
-from culm.runtime.keys import key, seed_everything
+from culm.runtime.keys import key, knows_outside, seed_everything
 
 if TYPE_CHECKING:
     from culm.job import Job
@@ -169,7 +169,7 @@ class HeldLayer:
         self.module = module.train()
         self.moving = statistics.prepare(index, module)
         self.guard = statistics.Guard(index, module, self.moving)
-        self.manner = Manner()
+        self.manner = Manner(draws=knows_outside(module) or None)
         self.unpacks = _takes_several(module)
         named = {f"{index}.{name}": p for name, p in module.named_parameters()}
         _check_parameters(job, index, named)

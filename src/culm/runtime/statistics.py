@@ -128,8 +128,6 @@ def apply(module: nn.Module, statistics: Sequence[Tensor]) -> None:
     assert module.num_batches_tracked is not None
     passes = int(statistics[0])
     module.num_batches_tracked += passes
-    if not passes:
-        return
     kept, added = _momenta(module, passes)
     for running, value in zip((module.running_mean, module.running_var), statistics[1:], strict=True):
         running.mul_(kept).add_(value, alpha=added)
@@ -139,7 +137,7 @@ def _momenta(module: _BatchNorm, passes: int) -> tuple[float, float]:
     """The factors of the running statistics and of what was recorded."""
     if module.momentum is not None:
         return (1.0 - module.momentum) ** passes, module.momentum
-    seen = float(cast(Tensor, module.num_batches_tracked))
+    seen = max(1.0, float(cast(Tensor, module.num_batches_tracked)))
     return 1.0 - passes / seen, 1.0 / seen
 
 

@@ -113,7 +113,7 @@ def _micro_batch(
                 moved[layer.index] = statistics.collect(layer.moving, recorded)
             graph.append((leaves, values))
         ends = tuple(handed_on(v) for v in values)
-        loss, weight = loss_of(job, ends, target)
+        loss, weight = loss_of(job, ends, target, step, micro)
     if loss.requires_grad:
         loss.backward()
     for leaves, values in reversed(graph):
@@ -136,7 +136,7 @@ def _evaluate(job: Job, state: State) -> float:
                 layer.module.eval()
                 values = call_layer(layer, values, -1, micro, job.seed)
                 layer.module.train()
-            loss, weight = loss_of(job, values, target)
+            loss, weight = loss_of(job, values, target, -1, micro)
             size = evaluation_size(job, micro)
             loss_sum += loss.item() * (size if weight is None else 1.0)
             weight_sum += size if weight is None else float(weight)

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from culm.transport.gloo import GlooGroup
 
 _HANDSHAKE_S = 10.0
-_LOOK_OUT_S = 0.002
 _AHEAD = 128 << 10
 """While the worker computes, less than this may wait in the kernel until it asks: to fetch a small frame costs less
 than to take turns with the worker for the interpreter."""
@@ -43,8 +42,11 @@ _BUFFER = 4 << 20
 class SocketTransport:
     """One endpoint: a listening socket, links out to those it sends to, links in from those it hears."""
 
-    def __init__(self, *, secret: bytes, host: str = "127.0.0.1", ports: range | None = None) -> None:
+    def __init__(
+        self, *, secret: bytes, host: str = "127.0.0.1", ports: range | None = None, look_out: float = 0.0
+    ) -> None:
         self._secret = secret
+        self._look_out_s = look_out
         self._loop = asyncio.get_running_loop()
         self._listener = _listen(host, ports)
         self.address: Address = f"{host}:{self._listener.getsockname()[1]}"
@@ -79,11 +81,9 @@ class SocketTransport:
             return await self.mailbox.get(key)
 
     def _look_out(self, key: Key) -> Tensors | None:
-        """Look for a frame for a moment before going to sleep: waking up takes longer than most frames take.
-
-        Offering the core to others at every turn keeps this harmless where workers share cores.
-        """
-        until = time.perf_counter() + _LOOK_OUT_S
+        """Look for a frame for up to `look_out` seconds before going to sleep: waking up takes longer than most
+        frames do. The core is offered to others at every turn."""
+        until = time.perf_counter() + self._look_out_s
         while (found := self.mailbox.take(key)) is None and time.perf_counter() < until:
             os.sched_yield()
             self._pump.read()

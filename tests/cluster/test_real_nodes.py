@@ -1,0 +1,111 @@
+"""Real processes on this machine, and real SIGKILLs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from culm import Job
+from culm.api import pickled
+from culm.cluster.setup import Request, Result
+from culm.providers.local import LocalNursery, LocalRun, local_run
+from culm.testing import reference
+
+from .jobs import job
+
+pytestmark = pytest.mark.real
+PATIENCE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[LocalNursery]:
+    with LocalNursery() as made:
+        yield made
+
+
+def children(pid: int) -> list[int]:
+    return sorted(int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+
+
+def outcome(nursery: LocalNursery, described: Job, request: Request, victim: str | None = None) -> tuple[Result, int]:
+    """How a run ends whose victim is killed after some steps, and its node; checks that no process is left."""
+
+    async def main() -> tuple[Result, int]:
+        async with local_run(nursery, pickled(described), request) as run:
+            node = -1
+            if victim is not None:
+                for _ in range(3):
+                    await run.step()
+                node, pid = _find(nursery, run, victim)
+                os.kill(pid, signal.SIGKILL)
+            return await run.result(), node
+
+    async def bounded() -> tuple[Result, int]:
+        return await asyncio.wait_for(main(), PATIENCE_S)
+
+    found = asyncio.run(bounded())
+    assert children(nursery.pid) == []
+    return found
+
+
+def _find(nursery: LocalNursery, run: LocalRun, victim: str) -> tuple[int, int]:
+    """Agents were started in the order of their nodes; each has one child, its worker."""
+    kind, _, which = victim.partition(" of ")
+    leader = int(run._store.read("leader") or b"0")
+    node = leader if which == "the leader" else 1 - leader
+    agent = children(nursery.pid)[node]
+    return node, agent if kind == "agent" else children(agent)[0]
+
+
+@pytest.mark.parametrize("pipelines", [1, 2])
+@pytest.mark.parametrize("victim", [f"{k} of {w}" for k in ("agent", "worker") for w in ("the leader", "another")])
+def test_a_killed_process_ends_the_run_with_the_number_of_its_node(
+    nursery: LocalNursery, pipelines: int, victim: str
+) -> None:
+    """Also where the others were adding up with it and heard of it first."""
+    request = Request(pipelines=pipelines, stages=2 // pipelines)
+    found, node = outcome(nursery, job(steps=10**6), request, victim)
+    assert found.error == "NodeLost"
+    assert found.message.startswith(f"node {node}")
+    assert "vanished" in found.message
+    assert "nobody else holds its layers" in found.message
+
+
+class Turned(nn.Module):
+    """Its output lies transposed in memory, and its input's layout shows in the last bits of its sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(33, 33)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.linear(x) + x.mean((0, 2), keepdim=True) + x.sum(-1, keepdim=True)
+        return torch.tanh(made).transpose(1, 2)
+
+
+class ChannelsLast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 3, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.convolution(x)).to(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize(("layer", "shape"), [(Turned, (33, 33)), (ChannelsLast, (3, 9, 9))])
+def test_how_a_tensor_lies_in_memory_is_the_same_on_the_other_side_of_a_socket(
+    nursery: LocalNursery, layer: type[nn.Module], shape: tuple[int, ...]
+) -> None:
+    """Or stages would learn something else than one process does."""
+    items = [(torch.randn(shape, generator=torch.Generator().manual_seed(i)), torch.zeros(shape)) for i in range(16)]
+    described = job(layers=[layer] * 4, data=items)
+    found, _ = outcome(nursery, described, Request(stages=2))
+    assert found.summary is not None
+    assert found.summary["weights_sha256"] == reference(described).weights_sha256
