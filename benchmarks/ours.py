@@ -31,6 +31,8 @@ class CulmPipeline:
         self._loop = asyncio.new_event_loop()
         self._stack = AsyncExitStack()
         self._done = 0
+        self.steps = 0
+        """Steps that the ledger has, once closed."""
         self._group = nursery.pid
         self.cpu_s = 0.0
         """CPU seconds of all nodes in the last round, agents included."""
@@ -66,7 +68,8 @@ class CulmPipeline:
         """End the nodes; the nursery stays."""
         if not self._loop.is_closed():
             self._run.finish(self._done)
-            self._loop.run_until_complete(self._run.result())
+            result = self._loop.run_until_complete(self._run.result())
+            self.steps = int(str((result.summary or {}).get("steps", 0)))
             self._loop.run_until_complete(self._stack.aclose())
             self._loop.close()
 

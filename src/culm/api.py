@@ -57,7 +57,7 @@ def train(
     stages: int | None = None,
     nodes: int | None = None,
     schedule: str = "1f1b",
-    strategy: str = "none",
+    strategy: str = "auto",
     out: str | None = None,
     resume: str | None = None,
     checkpoint_every: int = 0,

@@ -17,7 +17,8 @@ import culm
 from culm.checkpoint import Catalog, Storage
 from culm.cluster.leader import Leader
 from culm.cluster.prepare import Request, prepare
-from culm.cluster.setup import Result, decode_result, encode
+from culm.cluster.setup import Result, encode
+from culm.cluster.store import MemoryStore
 from culm.errors import CheckpointError, CulmError, LayerFailed, NodeLost, NonFiniteLoss, RunError
 from culm.job import Job
 from culm.observe.folder import RunFolder
@@ -169,6 +170,8 @@ def test_the_sentence_for_a_lost_node_says_where_the_run_stood_and_how_to_go_on(
         "node 1 vanished in step 3 and nobody else holds its layers (strategy none): "
         f"resume it with --resume {tmp_path}"
     )
+    with pytest.raises(NodeLost, match=f"in step 3 .*: resume it with --resume {tmp_path}"):
+        simulate(job(steps=10**6), stages=2, out=str(tmp_path), resume=str(tmp_path), script=script)
     with pytest.raises(NodeLost, match="it had no checkpoint yet"):
         simulate(job(steps=10**6), stages=2, script=script)
 
@@ -222,18 +225,25 @@ def test_a_worker_that_misses_another_is_believed_only_if_nobody_knows_better() 
     assert str(suspicion(gone=False)) == "node 0: a sum over 2 workers broke off"
 
 
+def test_the_launcher_can_end_a_run() -> None:
+    async def script(cluster: Cluster) -> None:
+        await cluster.committed(1)
+        cluster.store.write("result", encode(Result(error="RunError", message="the launcher ended the run")))
+
+    with pytest.raises(RunError, match="the launcher ended the run"):
+        simulate(job(steps=10**6), stages=2, script=script)
+
+
 def test_of_two_results_the_first_one_stays() -> None:
     async def main() -> None:
-        described = job(steps=10**6)
-        cluster = Cluster(described, prepare(described, Request(stages=2)), VirtualClock(), MemoryNetwork())
-
-        async def script(cluster: Cluster) -> None:
-            await cluster.committed(1)
-            cluster.store.write("result", encode(Result(error="RunError", message="the launcher ended the run")))
-
-        with pytest.raises(RunError, match="the launcher ended the run"):
-            await cluster.run(script)
-        assert decode_result(cluster.store.read("result") or b"").message == "the launcher ended the run"
+        described, store = job(), MemoryStore()
+        store.write("result", b"the first")
+        setup = prepare(described, Request(stages=2))
+        endpoint = MemoryNetwork().endpoint("agent-0")
+        leader = Leader(described, setup, endpoint, VirtualClock(), store.client("agent-0"))
+        leader.inbox.put_nowait(leader.lost(1))
+        await leader.run()
+        assert store.read("result") == b"the first"
 
     run_virtual(main())
 

@@ -11,7 +11,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from culm.cluster.prepare import Request, prepare
-from culm.testing import Cluster, Deadlock, VirtualClock, run_virtual
+from culm.testing import Cluster, Deadlock, VirtualClock, run_virtual, simulate
 from culm.transport.memory import MemoryNetwork
 
 from .jobs import job
@@ -153,3 +153,12 @@ def test_what_actions_cost_decides_how_long_a_simulated_run_takes(memory: str) -
     *_, steps = history(pipelines=1, stages=2)
     assert [step["t"] for step in steps] == sorted({step["t"] for step in steps})
     assert steps[-1]["t"] > 4 * 8 * 0.01  # four steps of at least eight actions, one after the other
+
+
+def test_a_script_that_fails_fails_the_simulation() -> None:
+    async def script(cluster: Cluster) -> None:
+        await cluster.committed(1)
+        raise ZeroDivisionError("in the script")
+
+    with pytest.raises(ZeroDivisionError):
+        simulate(job(steps=10**6), stages=2, script=script)

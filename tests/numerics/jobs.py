@@ -18,7 +18,7 @@ from culm.job import Job
 from culm.models.gpt import gpt, gpt_loss, gpt_tied
 from culm.runtime import statistics
 
-from . import quiet
+from . import elsewhere, quiet
 
 WIDTH = 6
 
@@ -124,8 +124,8 @@ def by_name(output: Tensor, target: Labelled) -> tuple[Tensor, Tensor]:
 
 def drawing(output: Tensor, target: Tensor) -> Tensor:
     """A loss that draws from all three generators."""
-    noise = 0.1 * torch.randn_like(output) * random.random() + np.random.uniform(0, 0.1, output.shape[1])
-    return functional.cross_entropy(output + noise.float(), target)
+    noise = 0.1 * torch.randn_like(output) * random.random() * np.random.uniform()
+    return functional.cross_entropy(output + noise, target)
 
 
 def in_place(output: Tensor, target: Tensor) -> Tensor:
@@ -610,6 +610,31 @@ class NormedAcross(nn.Module):
         return out
 
 
+class Forked(nn.Module):
+    """Goes one of two ways, as the data has it; only one of them turns its input round, or draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.across, self.along = nn.Linear(4, 4), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if float(x.detach()[0, 0, 0]) > 0:
+            return self.across(x.transpose(1, 2)).transpose(1, 2) * elsewhere.draw()  # type: ignore[no-any-return]
+        out: Tensor = self.along(x)
+        return out
+
+
+class Shifted(nn.Module):
+    """One number for all: its gradient is a sum over everything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x + self.shift)
+
+
 class EachPosition(nn.Module):
     """Classes come second, as cross entropy wants them."""
 
@@ -674,6 +699,15 @@ everything = but(
     lr_schedule=warm,
 )
 """Tied, clipped, scheduled, weighted, with dropout, batch norm and sequences of all lengths."""
+
+forked = but(
+    sequences,
+    layers=[Dense, Shifted, Forked, Shifted, Forked, EachPosition],
+    loss=at_each_position,
+    global_batch=16,
+    steps=3,
+    exact=True,
+)
 
 JOBS: Mapping[str, Job] = MappingProxyType(
     {

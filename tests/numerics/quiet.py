@@ -9,12 +9,12 @@ from . import elsewhere
 
 
 class Chance(nn.Linear):
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+    def forward(self, input: Tensor) -> Tensor:
         return super().forward(input) * elsewhere.draw()
 
 
 class Steady(nn.Linear):
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+    def forward(self, input: Tensor) -> Tensor:
         return torch.tanh(super().forward(input))
 
 

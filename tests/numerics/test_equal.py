@@ -16,7 +16,7 @@ from culm.job import Job
 from culm.runtime.blueprint import probe
 from culm.testing import Simulated, Trained, reference, simulate
 
-from .jobs import JOBS, but, everything, plain, sgd, stack, words
+from .jobs import JOBS, but, everything, forked, plain, sgd, stack, words
 
 Shape = tuple[str, int, int]
 """(schedule, pipelines, stages); 99 stages: one layer each."""
@@ -105,6 +105,14 @@ def test_exact_with_micro_batches_that_the_pipelines_do_not_divide(pipelines: in
     wanted = reference(job)
     for schedule, stages in (("gpipe", 1), ("interleaved", 2), ("zb", 3)):
         same(run(job, (schedule, pipelines, stages)), wanted)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_exact_holds_for_layers_that_go_one_way_or_another_by_their_data(seed: int) -> None:
+    job = but(forked, seed=seed)
+    wanted = reference(job)
+    for shape in (("gpipe", 1, 1), ("zb", 1, 2), ("1f1b", 2, 3)):
+        same(run(job, shape), wanted)
 
 
 @pytest.mark.parametrize("seed", range(16))

@@ -87,7 +87,7 @@ class Both(torch.autograd.Function):
         return x @ w, (x * 2) @ w
 
     @staticmethod
-    def backward(ctx: Any, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         x, w = ctx.saved_tensors
         sum_ = first + 2 * second
         return sum_ @ w.T, x.T @ sum_
@@ -227,6 +227,16 @@ def test_code_that_does_not_write_gets_its_input_without_a_copy_from_the_second_
         (lent,) = manner.lend((x,))
         assert (lent.data_ptr() == x.data_ptr()) == (time > 0)
         manner.learn((lent,))
+
+
+def test_an_exact_run_learns_nothing_that_other_data_could_prove_wrong() -> None:
+    manner, x = Manner(exact=True), torch.randn(3, requires_grad=True)
+    for _ in range(3):
+        (lent,) = manner.lend((x,))
+        assert lent is not x
+        lent.sum().backward()
+        manner.learn((lent,))
+    assert manner.draws
 
 
 def test_code_that_writes_gets_a_copy_every_time() -> None:

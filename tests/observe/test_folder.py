@@ -143,7 +143,7 @@ class Full:
 def test_a_full_disk_is_one_sentence_said_once(tmp_path: Path) -> None:
     folder = RunFolder(str(tmp_path))
     folder.open()
-    folder._lines["steps.jsonl"] = Full()  # type: ignore[assignment]
+    folder._lines = {"steps.jsonl": Full(), "events.jsonl": Full()}  # type: ignore[dict-item]
     with pytest.raises(RunError, match=f"{tmp_path}/steps.jsonl can not be written: No space left on device"):
         folder.step(step=0)
     folder.event(kind="failed")  # the report of it must not fail on it again

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from culm import Job
+from culm.cluster.setup import Result, encode
 from culm.errors import CulmError, NodeLost
 from culm.testing import Cluster, Simulated, simulate
 
@@ -188,3 +189,39 @@ def test_a_run_resumed_into_another_folder_leaves_the_first_one_as_it_was(tmp_pa
     run(second, resume=first)
     assert before == {path: path.read_bytes() for path in (tmp_path / "a").rglob("*") if path.is_file()}
     assert [line["step"] for line in lines(second, "steps.jsonl")] == [3, 4]
+
+
+@pytest.mark.parametrize("how", ["well", "with an error", "by the launcher"])
+def test_all_is_in_its_place_when_the_result_is_out(out: str, how: str) -> None:
+    """Whoever waits for the result may read the folder at once, also where lines are kept back at first."""
+    found: list[int] = []
+
+    async def script(cluster: Cluster) -> None:
+        if how != "by the launcher":
+            cluster.store.listen("result", lambda _: found.append(len(lines(out, "steps.jsonl"))))
+        await cluster.committed(3)
+        if how == "with an error":
+            cluster.kill(1)
+        elif how == "by the launcher":
+            cluster.store.write("result", encode(Result(error="RunError", message="enough")))
+
+    if how == "well":
+        run(out, script=script)
+    else:
+        with pytest.raises(CulmError):
+            run(out, script=script)
+    assert len(lines(out, "steps.jsonl")) >= 4
+    if how != "by the launcher":
+        assert found == [len(lines(out, "steps.jsonl"))]
+
+
+def test_the_lines_so_far_are_in_place_with_every_checkpoint(out: str) -> None:
+    """Whatever becomes of the leader afterwards."""
+    found: list[int] = []
+
+    async def script(cluster: Cluster) -> None:
+        await cluster.committed(3)
+        found.append(len(lines(out, "steps.jsonl")))
+
+    run(out, checkpoint_every=2, script=script)
+    assert found[0] >= 2

@@ -18,7 +18,7 @@ from culm.transport.base import Group, Transport
 from culm.transport.memory import MemoryTransport
 from culm.transport.sockets import SocketTransport
 
-from .sides import SECRET, Side, child, exit_status, key, leave, patiently
+from .sides import MEMORY, SECRET, Side, child, exit_status, key, leave, patiently
 
 
 @asynccontextmanager
@@ -141,7 +141,6 @@ def test_a_wait_for_the_others_ends_when_it_is_cancelled(side: Side) -> None:
 
 def test_in_memory_a_member_that_dies_breaks_the_sum_off() -> None:
     """Under way, and begun afterwards. What the survivors' copies hold then is nobody's business."""
-    from .sides import MEMORY
 
     async def main() -> None:
         async with MEMORY.endpoints(2) as transports, groups(transports) as members:

@@ -12,7 +12,7 @@ from torch import Tensor
 from culm.errors import EpochClosed
 from culm.transport.base import Letter, Transport
 
-from .sides import Side, key, leave, lost, same
+from .sides import MEMORY, Side, key, leave, lost, same
 
 IMAGE = torch.randn(2, 3, 4, 5)
 TENSORS: dict[str, Tensor] = {
@@ -272,3 +272,22 @@ def test_speaking_to_nobody_is_answered_by_a_loss(side: Side) -> None:
             assert same((await over(a, a, torch.ones(1)))[0], torch.ones(1))
 
     side.run(main())
+
+
+def test_what_the_dead_say_is_not_heard() -> None:
+    """In memory a coroutine may outlive its endpoint: a node that was killed must not go on speaking."""
+
+    async def main() -> None:
+        async with MEMORY.endpoints() as (a, b):
+            a.post(b.address, b"alive")
+            assert await b.letter() == Letter(a.address, b"alive")
+            await leave(a)
+            assert await b.letter() == Letter(a.address, None)
+            a.post(b.address, b"I am not dead")
+            a.send(b.address, key(), [torch.ones(1)])
+            await asyncio.sleep(1)
+            assert b.arrived(key()) is None
+            b.post(b.address, b"a mark")
+            assert await b.letter() == Letter(b.address, b"a mark")
+
+    MEMORY.run(main())

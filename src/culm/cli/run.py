@@ -30,7 +30,7 @@ def run(
     stages: Annotated[Number, typer.Option(help="P: stages of a pipeline, one node each.")] = None,
     nodes: Annotated[Number, typer.Option(help="Choose D x P for so many nodes instead.")] = None,
     schedule: Annotated[str, typer.Option(help=f"One of {', '.join(SCHEDULES)}.")] = "1f1b",
-    strategy: Annotated[str, typer.Option(help=f"What a preemption costs: {', '.join(STRATEGIES)}.")] = "none",
+    strategy: Annotated[str, typer.Option(help=f"What a preemption costs: {', '.join(STRATEGIES)}.")] = "auto",
     exact: Annotated[bool, typer.Option("--exact", help="Bit for bit the same for any number of pipelines.")] = False,
     steps: Annotated[Number, typer.Option(help="Replaces Job.steps.")] = None,
     seed: Annotated[Number, typer.Option(help="Replaces Job.seed.")] = None,

@@ -39,13 +39,15 @@ def prepare(job: Job, request: Request, *, progress: Told = lambda *_: None) -> 
     facts = _facts(job)
     if manifest is not None:
         _check_facts(manifest, facts)
+    # The strategies that survive a loss are not built yet: `auto` has no other choice.
+    why += "; strategy none: nothing else holds a lost node's layers"
     why += "".join(f"; checkpoint {step} was passed over: {reason}" for step, reason in rejected)
     return Setup(
         nodes=pipelines * stages,
         pipelines=pipelines,
         stages=stages,
         schedule=request.schedule,
-        strategy=request.strategy,
+        strategy="none",
         segments=tuple((r.start, r.stop) for r in spans(cuts, len(job.layers))),
         plan=plan.to_text(),
         evaluation=_evaluation(job, pipelines, stages, ranges),
@@ -114,37 +116,35 @@ def _check_profile(profile: Profile, job: Job) -> None:
 def _shape(job: Job, request: Request, profile: Profile) -> tuple[int, int, tuple[int, ...], str]:
     """(D, P, cuts, why): as asked, or chosen for the number of nodes."""
     ranges = request.ranges if request.schedule == "interleaved" else 1
-    if request.nodes is None or (request.pipelines is not None and request.stages is not None):
-        pipelines, stages = request.pipelines or 1, request.stages or 1
-        if request.nodes is not None and pipelines * stages != request.nodes:
-            raise UsageError(
-                f"--nodes {request.nodes} is not --pipelines {pipelines} x --stages {stages}: leave one of them out"
-            )
-        cuts = request.cuts or partition(profile.layers, stages, memory=request.memory, ranges=ranges)
-        return pipelines, stages, cuts, f"{count(pipelines, 'pipeline')} x {count(stages, 'stage')}, as asked"
+    fixed = request.nodes is None or (request.pipelines is not None and request.stages is not None)
+    pipelines, stages = (request.pipelines or 1, request.stages or 1) if fixed else (request.pipelines, request.stages)
+    asked = f"{count(pipelines or 1, 'pipeline')} x {count(stages or 1, 'stage')}, as asked"
+    if pipelines and stages and request.nodes is not None and pipelines * stages != request.nodes:
+        raise UsageError(
+            f"--nodes {request.nodes} is not --pipelines {pipelines} x --stages {stages}: leave one of them out"
+        )
+    if pipelines and stages and (request.cuts is not None or request.memory is None):
+        return pipelines, stages, request.cuts or partition(profile.layers, stages, ranges=ranges), asked
     choice = choose(
         profile,
-        nodes=request.nodes,
+        nodes=request.nodes or (pipelines or 1) * (stages or 1),
         micro_batches=job.micro_batches,
         schedule=request.schedule,
         memory=request.memory,
-        pipelines=request.pipelines,
-        stages=request.stages,
+        pipelines=pipelines,
+        stages=stages,
+        ranges=request.ranges,
     )
-    return choice.pipelines, choice.stages, choice.cuts, choice.why
+    return choice.pipelines, choice.stages, choice.cuts, asked if fixed else choice.why
 
 
 def _evaluation(job: Job, pipelines: int, stages: int, ranges: int) -> str | None:
-    """The F-only plan over the evaluation set; with fewer micro-batches than pipelines some pipelines sit it out."""
+    """The F-only plan over the evaluation set; with fewer micro-batches than pipelines the last ones sit it out."""
     if not job.evaluate_every:
         return None
     parts = evaluation_batches(job)
-    if parts >= pipelines:
-        return forward_only(pipelines=pipelines, stages=stages, micro_batches=parts, ranges=ranges).to_text()
-    raise UsageError(
-        f"Job.evaluate has {parts} micro-batches, fewer than the {pipelines} pipelines: "
-        f"evaluate on at least {pipelines * job.micro_batch} items"
-    )
+    plan = forward_only(pipelines=min(parts, pipelines), stages=stages, micro_batches=parts, ranges=ranges)
+    return plan.to_text()
 
 
 def _checkpoints(folder: str) -> str:

@@ -13,8 +13,8 @@ from culm import errors
 from culm.errors import CulmError, RunError, UsageError
 from culm.schedule import SCHEDULES
 
-STRATEGIES = ("none",)
-"""Strategies that this version runs; the others of the design are on their way."""
+STRATEGIES = ("auto", "none")
+"""What this version has: `auto` is `none`, until the strategies of the design that survive a loss are built."""
 
 Gate: TypeAlias = Literal["open", "hook", "outside"]
 """Who lets the next step begin: nobody, the leader after the job's on_step hook, or the launcher (the key `permit`)."""
@@ -28,7 +28,7 @@ class Request:
     stages: int | None = None
     nodes: int | None = None
     schedule: str = "1f1b"
-    strategy: str = "none"
+    strategy: str = "auto"
     ranges: int = 2
     """Segments a worker holds under the interleaved schedule."""
     checkpoint_every: int = 0

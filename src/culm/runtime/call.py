@@ -22,12 +22,17 @@ if TYPE_CHECKING:
 
 class Manner:
     """How some code of the user treats what it is given: learned when it runs, so that what is dear is done only where
-    it is needed. What is not known yet is treated with all care."""
+    it is needed. What is not known yet is treated with all care.
 
-    def __init__(self, *, draws: bool | None = None) -> None:
+    Code that goes another way for other data can prove wrong what was learned of it: it might draw, or lay a gradient
+    out, as it had not before. So `exact` runs take all care always; in others the last bits may then hang on the cuts.
+    """
+
+    def __init__(self, *, exact: bool = False, draws: bool | None = None) -> None:
+        self._exact = exact
         self.writes: bool | None = None
-        """Whether it writes into its input: then it gets copies."""
-        self.draws = draws
+        """Whether it writes into its input: then it gets copies. (Who writes later on is stopped by torch.)"""
+        self.draws = True if exact else draws
         """Whether it may draw from `random` or numpy: they are slow to seed. Known after the first run in training."""
         self._state: tuple[object, ...] = ()
         self._lays: dict[tuple[int, torch.Size], bool] = {}
@@ -55,7 +60,7 @@ class Manner:
             # Autocast keeps the casts of leaves: a gradient would be added up in another type than inside a graph.
             return value.view_as(value) if value.is_leaf and torch.is_autocast_enabled(value.device.type) else value
         flat = value.view(-1).view(value.shape)
-        if lies is None:
+        if lies is None and not self._exact:
             flat.register_hook(lambda gradient: self._look(place, gradient))
         return flat
 
@@ -96,7 +101,7 @@ def loss_of(
     job: Job, outputs: Values, target: Any, step: int = 0, micro: int = 0, manner: Manner | None = None
 ) -> tuple[Tensor, Tensor | float | None]:
     """The loss of a micro-batch and, where the loss returns (sum, weight), its weight. It draws like one more layer."""
-    manner = manner or Manner(draws=True)
+    manner = manner or Manner(exact=True)
     manner.seed(job.seed, step, micro, len(job.layers))
     lent = manner.lend(outputs)
     try:

@@ -224,7 +224,7 @@ class Executor:
         assert self.epoch.evaluation is not None
         plan = Plan.from_text(self.epoch.evaluation)
         loss_sum, weight_sum, parts = 0.0, 0.0, 0
-        for op in self._compile(plan):
+        for op in self._compile(plan) if self.slot < len(plan.workers) else ():
             micro = op.action.micro
             assert micro is not None
             key = Key(self.epoch.number, step, f"evaluate {op.source}")

@@ -73,7 +73,7 @@ class Segment:
         self.split = split_backward
         self.moving = any(layer.moving for layer in self.layers)
         self.tapes: dict[tuple[int, int], Tape] = {}
-        self._loss_manner = Manner(draws=knows_outside(job.loss) or None)
+        self._loss_manner = Manner(exact=job.exact, draws=knows_outside(job.loss) or None)
         self._cast: Callable[[], AbstractContextManager[Any]] = nullcontext
         if job.precision == "bf16":
             kind = state.device.type

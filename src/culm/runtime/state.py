@@ -169,7 +169,7 @@ class HeldLayer:
         self.module = module.train()
         self.moving = statistics.prepare(index, module)
         self.guard = statistics.Guard(index, module, self.moving)
-        self.manner = Manner(draws=knows_outside(module) or None)
+        self.manner = Manner(exact=job.exact, draws=knows_outside(module) or None)
         self.unpacks = _takes_several(module)
         named = {f"{index}.{name}": p for name, p in module.named_parameters()}
         _check_parameters(job, index, named)

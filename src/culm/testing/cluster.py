@@ -76,14 +76,18 @@ class Cluster:
         """From the first node to the result; afterwards nothing of it runs any more."""
         steps = self.store.subscribe("step")
         self._nodes = {number: asyncio.create_task(self._node(number)) for number in range(self.setup.nodes)}
-        hurting = [asyncio.ensure_future(script(self))] if script is not None else []
+        scripted = [asyncio.ensure_future(script(self))] if script is not None else []
+        running = asyncio.gather(*self._nodes.values())
+        both: list[asyncio.Future[Any]] = [running, *scripted]
         try:
-            await asyncio.gather(*self._nodes.values())
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            for ended in (task for task in scripted if task.done()):
+                ended.result()
+            await running
         finally:
-            rest = [*self._nodes.values(), *hurting]
-            for task in rest:
+            for task in both:
                 task.cancel()
-            await asyncio.gather(*rest, return_exceptions=True)
+            await asyncio.gather(*both, return_exceptions=True)
         result = decode_result(self.store.read("result") or encode(_NO_RESULT))
         if result.summary is None:
             raise result.failure()
