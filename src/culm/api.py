@@ -112,17 +112,19 @@ async def _train(
             claim(fresh)
 
     async with local_run(nursery, source, request, prepared=prepared) as run:
-        if hook is not None:
-            await _with_hook(run, hook)
+        await _follow(run, hook)
         result = await run.result()
     if result.summary is None:
         raise result.failure()
     return Summary(result.summary, request.out)
 
 
-async def _with_hook(run: LocalRun, hook: Hook) -> None:
+async def _follow(run: LocalRun, hook: Hook | None) -> None:
+    """Hear every step; with a hook, the next one begins when it has returned."""
     run.permit(run.setup.start + 1)
     while (metrics := await run.step()) is not None:
+        if hook is None:
+            continue
         if hook(metrics) is STOP:
             run.finish(metrics["step"] + 1)
             return

@@ -381,6 +381,23 @@ def test_a_fault_of_the_leader_ends_the_run_with_its_trace(monkeypatch: pytest.M
     assert "in fault" in error.trace
 
 
+def test_a_leader_that_can_not_even_fail_properly_is_missed_by_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fault(_: Leader) -> None:
+        raise ZeroDivisionError("our fault")
+
+    monkeypatch.setattr(Leader, "run", fault)
+    described = job()
+    cluster: list[Cluster] = []
+
+    async def main() -> None:
+        cluster.append(Cluster(described, prepare(described, Request(stages=2)), VirtualClock(), MemoryNetwork()))
+        await cluster[0].run()
+
+    with pytest.raises(ZeroDivisionError):
+        run_virtual(main())
+    assert b"node 0, which led, vanished" in (cluster[0].store.read("result") or b"")
+
+
 def test_nodes_that_would_not_be_exact_together_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from culm.cluster.agent import Agent
 

@@ -20,7 +20,9 @@ from culm.runtime.keys import key, knows_outside, permute, sample_indices, seed_
 from culm.runtime.state import HeldLayer
 
 from . import quiet
-from .jobs import JOBS, Dense, Points, but, mean, plain
+from .jobs import JOBS, but, plain
+from .layers import Dense
+from .samples import Points, mean
 
 
 @settings(max_examples=60, deadline=None)

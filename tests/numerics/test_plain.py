@@ -15,23 +15,12 @@ from culm.runtime import statistics
 from culm.runtime.data import micro_batch
 from culm.runtime.keys import seed_layer
 from culm.runtime.state import build_layer
+from culm.runtime.update import added
 from culm.testing import Trained, reference
 
-from .jobs import (
-    JOBS,
-    WIDTH,
-    Dense,
-    Frozen,
-    HalfFrozen,
-    adamw,
-    around,
-    but,
-    dense,
-    plain,
-    sgd,
-    tiny_gpt,
-    warm,
-)
+from .jobs import JOBS, around, but, dense, plain, tiny_gpt
+from .layers import Dense, Frozen, HalfFrozen
+from .samples import WIDTH, adamw, sgd, warm
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -183,3 +172,7 @@ def test_a_batch_norm_that_was_not_passed_does_not_move(momentum: float | None) 
     (nothing,) = statistics.collect([norm], {})
     statistics.apply(norm, nothing)
     torch.testing.assert_close(dict(norm.state_dict()), before, rtol=0, atol=0)
+
+
+def test_losses_are_added_one_after_the_other_in_every_version_of_python() -> None:
+    assert added([1e16, 1.0, -1e16]) == 0.0

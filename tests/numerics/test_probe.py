@@ -18,7 +18,10 @@ from culm.runtime.blueprint import probe
 from culm.runtime.call import call_layer
 from culm.runtime.state import HeldLayer
 
-from .jobs import JOBS, WIDTH, Dense, Frozen, Points, Shared, Words, around, but, everything, mean, plain
+from .jobs import JOBS, around, but, everything, plain
+from .layers import Dense, Frozen, Shared
+from .samples import WIDTH, Points, mean
+from .sequences import Words
 
 
 def vector(output: Tensor, target: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
     run       train a job on local nodes
     profile   what each layer costs
+    plan      a step in which slots have failed
     schedule  a schedule as a picture
     export    the weights of a checkpoint as one file
     bench     how fast it is, beside others
@@ -24,7 +25,7 @@ from typing import Annotated, cast
 import typer
 
 import culm
-from culm.cli import bench, export, profile, run, schedule
+from culm.cli import bench, export, plan, profile, run, schedule
 from culm.cli.failing import say
 
 app = typer.Typer(
@@ -35,6 +36,7 @@ app = typer.Typer(
 )
 app.command("run")(run.run)
 app.command("profile")(profile.profile)
+app.command("plan")(plan.plan)
 app.command("schedule")(schedule.schedule)
 app.command("export")(export.export)
 app.command("bench")(bench.bench)

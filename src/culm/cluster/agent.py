@@ -64,17 +64,20 @@ class Agent:
     async def _follow(self) -> None:
         """Join, lead if nobody does, and pass on what the store says until there is a result."""
         await self._join()  # before the worker is up, so that its death is noticed from the first moment on
-        setup = await self.store.get("setup")
-        assert setup is not None
+        setup = decode_setup(await self.store.get("setup") or b"")
         first = await self.store.swap("leader", None, str(self.node).encode(), session=True)
-        watching = asyncio.create_task(self._lead(decode_setup(setup)) if first else self._mourn(decode_setup(setup)))
-        passing = asyncio.create_task(self._pass_epochs())
+        leading = asyncio.create_task(self._lead(setup) if first else self._mourn(setup))
+        serving = asyncio.create_task(self._serve_worker())
+        ending = asyncio.create_task(self._await_result())
         try:
-            await self._join(await self._worker_address)
-            await self._await_result()
-            self.transport.post(await self._worker_address, letters.encode(letters.Stop()))
+            await asyncio.wait([leading, ending], return_when=asyncio.FIRST_COMPLETED)
+            if leading.done():
+                leading.result()  # a leader that failed takes its node along, and so is missed
+            await ending
+            if self._worker_address.done():
+                self.transport.post(self._worker_address.result(), letters.encode(letters.Stop()))
         finally:
-            await _ended(watching, passing)
+            await _ended(leading, serving, ending)
 
     async def _join(self, worker: Address = "") -> None:
         record = NodeRecord(self.node, self.transport.address, worker, self.fingerprint)
@@ -93,8 +96,10 @@ class Agent:
                 await self.store.swap("result", None, encode(lost))
             leader = value or leader
 
-    async def _pass_epochs(self) -> None:
+    async def _serve_worker(self) -> None:
+        """When it is up: say so, and pass every epoch on to it."""
         worker = await self._worker_address
+        await self._join(worker)
         async for _, value in self.store.watch("epoch"):
             if value is not None:
                 self.transport.post(worker, value)

@@ -175,11 +175,10 @@ class Leader:
 
     def lost(self, node: int) -> NodeLost:
         """What there is to say when a node is gone."""
-        saved = bool(self.checkpoints) or self.setup.resume is not None
+        saved = self.setup.out if self.checkpoints else (self.setup.resume_from or "").removesuffix("/checkpoints")
         return NodeLost(
             f"node {node} vanished in step {self.ledger.next_step} and nobody else holds its layers (strategy "
-            f"{self.setup.strategy}): "
-            + (f"resume it with --resume {self.setup.out}" if saved else "it had no checkpoint yet")
+            f"{self.setup.strategy}): " + (f"resume it with --resume {saved}" if saved else "it had no checkpoint yet")
         )
 
     def _suspect(self, message: letters.Failed) -> None:
@@ -246,7 +245,7 @@ class Leader:
             self._event("evaluation", step=done.step, loss=done.evaluation)
         if self.epoch is not None and self.epoch.kept:
             self._tell(letters.Commit(done.step))
-        await self.store.put("step", msgspec.json.encode(metrics))
+        await self.store.put("step", msgspec.msgpack.encode(metrics))
         stopped = self.setup.gate == "hook" and self._hook(metrics) is STOP
         if stopped:
             self._event("stopped", step=done.step, why="on_step returned STOP")

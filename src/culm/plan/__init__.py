@@ -5,27 +5,48 @@
     predict     a shape, cut and timed as a plan
     choose      of all shapes the best, and why
 
+    failures    a step to be planned although slots have failed
+    bound       how short it could be at best
+    listing     one pass of list scheduling
+    period      the time of a step when stages step on their own clocks
+    greedy      the best of several passes, and its gap to the bound
+    explain     in words
+
 Everything here is a pure function of values: no torch, no clock, no sockets.
 """
 
+from culm.plan.bound import bound
 from culm.plan.choose import BANDWIDTH, Choice, choose
+from culm.plan.explain import explain
+from culm.plan.failures import Case, Memory, Slot, absorbed
+from culm.plan.greedy import Rerouted, greedy
 from culm.plan.partition import Cuts, InFlight, one_f_one_b, partition, spans, stage_memory
+from culm.plan.period import period
 from culm.plan.predict import Candidate, Shape, live
 from culm.plan.profile import LayerCost, Profile
 
 __all__ = [
     "BANDWIDTH",
     "Candidate",
+    "Case",
     "Choice",
     "Cuts",
     "InFlight",
     "LayerCost",
+    "Memory",
     "Profile",
+    "Rerouted",
     "Shape",
+    "Slot",
+    "absorbed",
+    "bound",
     "choose",
+    "explain",
+    "greedy",
     "live",
     "one_f_one_b",
     "partition",
+    "period",
     "spans",
     "stage_memory",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
@@ -26,6 +27,8 @@ from culm.transport.sockets import SocketTransport
 Told = Callable[[str, int, int], None]
 """Progress of something long: what, how much is done, of how much."""
 _PATIENCE_S = 10.0
+_runs = itertools.count()
+"""A nursery may serve several runs, one after the other: the end of a node says which one it was of."""
 
 
 class LocalNursery:
@@ -92,11 +95,13 @@ class LocalNursery:
 class LocalRun:
     """A run on local nodes, as its launcher sees it."""
 
-    def __init__(self, setup: Setup, store: MemoryStore) -> None:
-        self.setup, self._store = setup, store
+    def __init__(self, setup: Setup, store: MemoryStore, number: int) -> None:
+        self.setup, self._store, self.number = setup, store, number
+        self._joined: set[str] = set()
         self._steps = store.subscribe("step")
         self._results = store.subscribe("result")
         self._joining = store.subscribe("nodes/")
+        store.listen("nodes/", lambda change: self._joined.add(change.key))
 
     async def step(self) -> dict[str, Any] | None:
         """The metrics of the next committed step; None when the run has ended."""
@@ -106,11 +111,15 @@ class LocalRun:
             await asyncio.wait([stepping, ending], return_when=asyncio.FIRST_COMPLETED)
             if not stepping.done():
                 return None
-            found: dict[str, Any] = msgspec.json.decode(stepping.result().value or b"{}")
+            found: dict[str, Any] = msgspec.msgpack.decode(stepping.result().value or b"")
             return found
         finally:
             stepping.cancel()
             ending.cancel()
+
+    def joined(self, node: int) -> bool:
+        """Whether its agent has ever been in the store: from then on, its end is noticed there."""
+        return f"nodes/{node}" in self._joined
 
     async def node_up(self) -> int:
         """The number of the next node whose worker is up."""
@@ -160,10 +169,10 @@ async def local_run(
     transport = SocketTransport(secret=secret)
     store = MemoryStore()
     store.write("setup", encode(setup))
-    run = LocalRun(setup, store)
+    run = LocalRun(setup, store, next(_runs))
     serving = asyncio.create_task(StoreServer(store, transport).serve())
     for node in range(setup.nodes):
-        nursery.order(Start(node, transport.address, secret, ports=ports, neighbours=setup.nodes))
+        nursery.order(Start(node, transport.address, secret, ports=ports, neighbours=setup.nodes, run=run.number))
     left = set(range(setup.nodes))
     watching = asyncio.create_task(_watch(nursery, run, left))
     try:
@@ -197,7 +206,9 @@ async def _watch(nursery: LocalNursery, run: LocalRun, left: set[int]) -> None:
         except RunError as error:
             run.fail(str(error))
             return
-        if isinstance(report, Exited):
+        if isinstance(report, Exited) and report.run == run.number:
             left.discard(report.node)
+            if not run.joined(report.node):
+                run.fail(f"node {report.node} ended with status {report.status} before it had joined")
             if not left:
                 run.fail("all nodes have ended before the run")

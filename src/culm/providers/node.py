@@ -62,6 +62,8 @@ def _run_worker(job: Job, order: Start, pipe: Connection) -> None:
 
     # Only the nursery must look for GPUs that way: it takes milliseconds, and optimizers look at every step.
     os.environ.pop(NVML_CHECK, None)
+    if job.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nor need autograd ask a GPU's driver at every call
     torch.set_num_threads(job.threads)
     address = pipe.recv_bytes().decode()
 

@@ -57,6 +57,7 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     ports: tuple[int, int] | None = None
     neighbours: int = 1
     """Workers on this machine."""
+    run: int = 0
 
 
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
@@ -84,6 +85,7 @@ class Exited(msgspec.Struct, frozen=True, tag="exited"):
 
     node: int
     status: int
+    run: int = 0
 
 
 Order: TypeAlias = Load | Start
@@ -100,8 +102,8 @@ class Nursery:
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
         self._job: Job | None = None
-        self._nodes: dict[int, int] = {}
-        """Process id of an agent -> node."""
+        self._nodes: dict[int, Start] = {}
+        """By process id of the agent."""
 
     def serve(self) -> None:
         """Obey until the launcher is gone."""
@@ -157,7 +159,7 @@ class Nursery:
             self._pipe.close()
             run_node(job, order)
 
-        self._nodes[fork(child)] = order.node
+        self._nodes[fork(child)] = order
 
     def _reap(self) -> None:
         while self._nodes:
@@ -165,7 +167,8 @@ class Nursery:
             if pid == 0:
                 return
             if pid in self._nodes:
-                report = Exited(self._nodes.pop(pid), os.waitstatus_to_exitcode(status))
+                order = self._nodes.pop(pid)
+                report = Exited(order.node, os.waitstatus_to_exitcode(status), order.run)
                 self._pipe.send_bytes(_encode(report))
 
 

@@ -85,6 +85,13 @@ class Executor:
             self.groups[g] = self.transport.group(Key(self.epoch.number, 0, f"group {g}"), holders)
         await asyncio.gather(*(group.join() for group in self.groups.values()))
 
+    def leave(self) -> None:
+        """The epoch is over here: nothing of it goes on."""
+        for task in self._reducing.values():
+            task.cancel()
+        for group in self.groups.values():
+            group.close()
+
     def _compile(self, plan: Plan) -> list[Op]:
         placement = plan.placement()
         address = [member.address for member in self.epoch.members]
@@ -133,18 +140,20 @@ class Executor:
         if start - self._yielded > _YIELD_S:
             await asyncio.sleep(0)
             self._yielded = start
+        made: Sequence[Tensor | None] = ()
         if kind is Kind.F:
-            self._forward(step, micro, op, given)
+            made = self._forward(step, micro, op, given)
         elif kind is Kind.B:
-            self._hand_on(step, op, op.segment.backward(step, micro, given))
-            self.books[op.action.segment].count(micro)
+            made = op.segment.backward(step, micro, given)
         elif kind is Kind.I:
-            self._hand_on(step, op, op.segment.backward_input(step, micro, given))
+            made = op.segment.backward_input(step, micro, given)
         else:
             op.segment.backward_weight(step, micro)
+        if kind in (Kind.B, Kind.W):
             self.books[op.action.segment].count(micro)
-        self.spans.append((step, op.label, start, self.clock.now()))
         await self.clock.work(self.node, op.label)
+        self._hand_on(step, op, made)
+        self.spans.append((step, op.label, start, self.clock.now()))
 
     async def _given(self, step: int, op: Op) -> Any:
         """The tensors that an action starts from: from a frame, or left at home by an action of this worker."""
@@ -159,7 +168,7 @@ class Executor:
             return _placed(found, self.state.device)
         return self._home.pop(op.home) if op.home is not None else ()
 
-    def _forward(self, step: int, micro: int, op: Op, inputs: Values) -> None:
+    def _forward(self, step: int, micro: int, op: Op, inputs: Values) -> Values:
         target = None
         first = op.action.segment == 0
         if first or op.segment.last:
@@ -168,7 +177,7 @@ class Executor:
         outputs, outcome = op.segment.forward(step, micro, inputs, target)
         self.books[op.action.segment].note(micro, outcome)
         self.tapes_peak = max(self.tapes_peak, sum(len(s.tapes) for s in self.segments.values()))
-        self._hand_on(step, op, outputs)
+        return outputs
 
     def _hand_on(self, step: int, op: Op, values: Sequence[Tensor | None]) -> None:
         """Send an output where the placement says, keep it where a recovery may ask for it."""

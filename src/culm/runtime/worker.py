@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from culm.checkpoint import Catalog, Storage
-from culm.errors import CulmError, EpochClosed, LayerFailed
+from culm.errors import CulmError, EpochClosed, LayerFailed, NodeLost
 from culm.runtime import epoch as letters
 from culm.runtime.closing import Closed, Closing
 from culm.runtime.epoch import Epoch, decode, encode
@@ -57,7 +57,8 @@ class Worker:
         """Act on a letter; False ends the worker."""
         sender, body = letter
         if body is None:
-            return sender != self.agent  # whose worker has no reason to be
+            self._missed(sender)
+            return sender != self.agent  # without its agent a worker has no reason to be
         match decode(body):
             case Epoch() as epoch:
                 self._training = asyncio.create_task(self._train(epoch))
@@ -73,6 +74,13 @@ class Worker:
         self._news.set()
         return True
 
+    def _missed(self, sender: Address) -> None:
+        """A connection broke: a suspicion, which the leader judges."""
+        epoch = self._executor.epoch if self._executor is not None else None
+        if epoch is not None and any(member.address == sender for member in epoch.members):
+            missing = letters.Failed(self.node, NodeLost.__name__, f"the connection to {sender} broke")
+            self.transport.post(epoch.leader, encode(missing))
+
     async def _train(self, epoch: Epoch) -> None:
         """The life of an epoch here. An error becomes one letter to the leader."""
         try:
@@ -81,6 +89,9 @@ class Worker:
             raise
         except Exception as error:
             self.transport.post(epoch.leader, encode(failure(self.node, error)))
+        finally:
+            if self._executor is not None:
+                self._executor.leave()
 
     async def _run_epoch(self, epoch: Epoch) -> None:
         slot = next(i for i, member in enumerate(epoch.members) if member.node == self.node)

@@ -10,7 +10,7 @@ from culm.schedule.marked import refuse
 from culm.schedule.walk import walk
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterator
+    from collections.abc import Collection, Container, Iterator
 
     from culm.errors import ScheduleError
     from culm.schedule.plan import Plan
@@ -38,11 +38,15 @@ def check(plan: Plan, *, memory: int | None = None, forward_only: bool = False) 
     that holds the segment, after what it needs; W and B of a segment are in the order of the micro-batches; every
     worker reduces (R) and steps (S) each of its segments once, after the last W or B; no worker waits for ever; none
     has more than `memory` activations alive. `forward_only` is for evaluation: F alone, and nothing outlives its F.
+
+    Where slots have failed, one live worker of the same stage runs all of a micro-batch that the slot would have run,
+    segment by segment. W and B may then be in any order: sums are grouped in another way as it is.
     """
     for worker in range(len(plan.workers)):
         _check_cells(plan, worker, forward_only)
         _check_complete(plan, worker, forward_only)
         _check_order(plan, worker)
+    _check_adopted(plan)
     for _ in walk(plan):
         pass
     peaks = tuple(_peak(plan, worker, memory, forward_only) for worker in range(len(plan.workers)))
@@ -53,14 +57,17 @@ def _check_cells(plan: Plan, worker: int, forward_only: bool) -> None:
     """Each cell is an action of this worker, and there once."""
     seen: set[Action] = set()
     segments, micros = plan.segments_of(worker), plan.micros_of(worker)
+    orphans = frozenset(plan.orphans_of(worker % plan.stages))
     for index, action in enumerate(plan.workers[worker]):
+        if worker in plan.failed:
+            raise _wrong(plan, worker, index, "this worker has failed and can run nothing")
         if forward_only and action.kind is not Kind.F:
             raise _wrong(plan, worker, index, "an evaluation has F alone")
         if action.segment not in segments:
             raise _wrong(plan, worker, index, f"this worker holds the segments {', '.join(map(str, segments))}")
         if (action.micro is None) != (action.kind in WHOLE):
             raise _wrong(plan, worker, index, "R and S have no micro-batch, and all others have one")
-        if action.micro is not None and action.micro not in micros:
+        if action.micro is not None and action.micro not in micros and action.micro not in orphans:
             raise _wrong(plan, worker, index, f"this pipeline runs the micro-batches {micros[0]} to {micros[-1]}")
         if action in seen:
             raise _wrong(plan, worker, index, "is there already")
@@ -81,10 +88,32 @@ def _check_complete(plan: Plan, worker: int, forward_only: bool) -> None:
             raise refuse(plan, f"worker {plan.label(worker)} is incomplete: {note}", {(worker, len(actions)): note})
 
 
-def _due(plan: Plan, worker: int, present: Container[Action], forward_only: bool) -> Iterator[Action]:
+def _check_adopted(plan: Plan) -> None:
+    """What a failed worker would have run is run once by its peers."""
+    for segment in range(plan.segments if plan.failed else 0):
+        rows = {worker: set(plan.workers[worker]) for worker in plan.holders_of(segment)}
+        for micro in plan.orphans_of(segment % plan.stages):
+            first = Action(segment, Kind.F, micro)
+            who = [worker for worker, row in rows.items() if first in row]
+            if not who:
+                peer, note = min(rows), f"{first} is missing, whose own worker has failed"
+                raise refuse(
+                    plan,
+                    f"the peers of a failed worker are incomplete: {note}",
+                    {(peer, len(plan.workers[peer])): note},
+                )
+            if len(who) > 1:
+                index = plan.workers[who[1]].index(first)
+                raise _wrong(plan, who[1], index, f"worker {plan.label(who[0])} runs it too")
+
+
+def _due(plan: Plan, worker: int, present: Collection[Action], forward_only: bool) -> Iterator[Action]:
     """What a worker has to run: of a micro-batch whose backward is missing in any form, B."""
+    if worker in plan.failed:
+        return
     for segment in plan.segments_of(worker):
-        for micro in plan.micros_of(worker):
+        found = {action.micro for action in present if action.segment == segment and action.micro is not None}
+        for micro in sorted(found.union(plan.micros_of(worker))):
             yield Action(segment, Kind.F, micro)
             halves = Action(segment, Kind.I, micro), Action(segment, Kind.W, micro)
             if not forward_only:
@@ -97,24 +126,26 @@ def _due(plan: Plan, worker: int, present: Container[Action], forward_only: bool
 def _check_order(plan: Plan, worker: int) -> None:
     """What an action needs of its own segment comes before it."""
     present = frozenset(plan.workers[worker])
-    last = plan.micros_of(worker)[-1]
     seen: set[Action] = set()
     for index, action in enumerate(plan.workers[worker]):
-        for needed in _needs(action, present, last):
+        for needed in _needs(action, plan, worker, present):
             if needed in present and needed not in seen:
                 raise _wrong(plan, worker, index, f"needs {needed}, which comes later")
         seen.add(action)
 
 
-def _needs(action: Action, present: Container[Action], last: int) -> tuple[Action, ...]:
+def _needs(action: Action, plan: Plan, worker: int, present: Container[Action]) -> tuple[Action, ...]:
     segment, kind, micro = action
     if kind is Kind.F:
         return ()
     if kind is Kind.S:
         return (Action(segment, Kind.R),)
+    if micro is None and plan.failed:
+        return tuple(a for a in plan.workers[worker] if a.segment == segment and a.kind in RELEASE)
     if micro is None:
-        return (_release(segment, last, present),)
-    before = (_release(segment, micro - 1, present),) if kind in RELEASE else ()  # sums keep the micro-batches in order
+        return (_release(segment, plan.micros_of(worker)[-1], present),)
+    # Sums keep the micro-batches in order.
+    before = (_release(segment, micro - 1, present),) if kind in RELEASE and not plan.failed else ()
     return (Action(segment, Kind.I if kind is Kind.W else Kind.F, micro), *before)
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _HEADER = re.compile(
     r"plan (?P<name>\S+): pipelines=(?P<pipelines>[0-9]{1,9}) stages=(?P<stages>[0-9]{1,9}) "
     r"segments=(?P<segments>[0-9]{1,9}) micro_batches=(?P<micro_batches>[0-9]{1,9})"
+    r"(?: failed=(?P<failed>[0-9]{1,9}\.[0-9]{1,9}(?:,[0-9]{1,9}\.[0-9]{1,9})*))?"
 )
 
 
@@ -37,6 +38,8 @@ class Plan:
     """M, over all pipelines: numbered 0..M-1."""
     workers: tuple[tuple[Action, ...], ...]
     """By slot number: pipeline * P + stage."""
+    failed: tuple[int, ...] = ()
+    """Slots that nobody fills, in ascending order: their peers run their micro-batches, and their lists are empty."""
 
     def __post_init__(self) -> None:
         if self.name.split() != [self.name] or not self.name.isprintable():
@@ -49,6 +52,15 @@ class Plan:
                 f"Plan.workers has {len(self.workers)} lists: "
                 f"use one for each of {self.pipelines} pipelines x {self.stages} stages"
             )
+        self._check_failed()
+
+    def _check_failed(self) -> None:
+        slots = range(len(self.workers))
+        if list(self.failed) != sorted(set(self.failed)) or not all(slot in slots for slot in self.failed):
+            raise ScheduleError(f"Plan.failed is {self.failed!r}: use slot numbers below {len(slots)}, ascending")
+        for stage in range(self.stages):
+            if not self.holders_of(stage):
+                raise ScheduleError(f"Plan.failed has every worker of stage {stage}: leave one that is alive")
 
     def placement(self) -> dict[Action, int]:
         """Who runs each F, I, W and B. R and S are missing: they run on every holder of their segment."""
@@ -64,12 +76,18 @@ class Plan:
         return tuple(range(worker % self.stages, self.segments, self.stages))
 
     def holders_of(self, segment: int) -> tuple[int, ...]:
-        """The workers that hold a segment: one in each pipeline."""
-        return tuple(range(segment % self.stages, self.pipelines * self.stages, self.stages))
+        """The workers that hold a segment: one in each pipeline, less those that failed."""
+        peers = range(segment % self.stages, self.pipelines * self.stages, self.stages)
+        return tuple(worker for worker in peers if worker not in self.failed)
 
     def micros_of(self, worker: int) -> range:
         """The micro-batches of a worker's pipeline."""
         return blocks(self.pipelines, self.micro_batches)[worker // self.stages]
+
+    def orphans_of(self, stage: int) -> tuple[int, ...]:
+        """The micro-batches whose own worker of the stage failed: any live worker of the stage may run them."""
+        lost = (worker for worker in self.failed if worker % self.stages == stage)
+        return tuple(micro for worker in lost for micro in self.micros_of(worker))
 
     def label(self, worker: int) -> str:
         """A worker's slot, written pipeline.stage."""
@@ -82,7 +100,8 @@ class Plan:
     def to_text(self) -> str:
         """A line that describes the plan, then a line for each worker: `0.2: 2F0 2F1 2B0 ...`."""
         counts = f"pipelines={self.pipelines} stages={self.stages}"
-        lines = [f"plan {self.name}: {counts} segments={self.segments} micro_batches={self.micro_batches}"]
+        failed = f" failed={','.join(map(self.label, self.failed))}" if self.failed else ""
+        lines = [f"plan {self.name}: {counts} segments={self.segments} micro_batches={self.micro_batches}{failed}"]
         lines += [f"{self.label(w)}: {' '.join(map(str, actions))}".rstrip() for w, actions in enumerate(self.workers)]
         return "\n".join(lines) + "\n"
 
@@ -98,9 +117,11 @@ class Plan:
                 f"line {number}: {first[:80]!r} does not describe a plan: "
                 "write 'plan 1f1b: pipelines=2 stages=4 segments=4 micro_batches=8'"
             )
-        counts = {field: int(value) for field, value in header.groupdict().items() if field != "name"}
-        workers = _by_slot(lines[1:], counts["pipelines"], counts["stages"])
-        return cls(header["name"], **counts, workers=workers)
+        name, *numbers, failed = header.groups()
+        pipelines, stages, segments, micro_batches = map(int, numbers)
+        workers = _by_slot(lines[1:], pipelines, stages)
+        slots = tuple(_slot(label, pipelines, stages) for label in failed.split(",")) if failed else ()
+        return cls(name, pipelines, stages, segments, micro_batches, workers, slots)
 
     def to_csv(self) -> str:
         """The shape of torch.distributed.pipelining: a row for each worker, an action in each cell."""
@@ -112,7 +133,8 @@ class Plan:
     def from_csv(cls, text: str, *, name: str = "csv") -> Plan:
         """Read what `to_csv` or torch's compute-only dump wrote; empty cells are skipped, errors name line and cell.
 
-        A CSV carries no header, so the shape is inferred: each pipeline has one row with segment 0.
+        A CSV carries no header, so the shape is inferred: each pipeline has one row with segment 0. Failed slots can
+        not be told that way: keep such plans as text.
         torch writes no S: `with_updates` adds what is missing.
         """
         rows = _csv_rows(text)
@@ -185,6 +207,14 @@ def _by_slot(lines: list[tuple[int, str]], pipelines: int, stages: int) -> tuple
             )
         rows[label] = _actions(f"line {number}", cells.split())
     return tuple(actions for actions in rows.values() if actions is not None)
+
+
+def _slot(label: str, pipelines: int, stages: int) -> int:
+    """The slot number of `pipeline.stage`."""
+    pipeline, stage = map(int, label.split("."))
+    if pipeline >= pipelines or stage >= stages:
+        raise ScheduleError(f"the failed slot {label} does not exist: use 0.0 to {pipelines - 1}.{stages - 1}")
+    return pipeline * stages + stage
 
 
 def _csv_rows(text: str) -> list[list[str]]:

@@ -58,8 +58,8 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The share of all workers' time until the makespan in which they are idle, from 0 to 1."""
-        room = self.makespan * len(self.spans)
+        """The share of all live workers' time until the makespan in which they are idle, from 0 to 1."""
+        room = self.makespan * (len(self.spans) - len(self.plan.failed))
         return max(0.0, 1 - sum(self.busy) / room) if room else 0.0
 
 
@@ -71,8 +71,8 @@ def timing(plan: Plan, costs: Costs = UNIT) -> Timeline:
     share bandwidth. R starts on all holders of a segment together, when the last of them reaches it.
     The plan is taken to be one that `check` accepts; one that can not finish is refused here too.
     """
-    price = _prices(costs, plan.segments)
-    send = _per("send", costs.send, plan.segments - 1)
+    price = prices(costs, plan.segments)
+    send = sends(costs, plan.segments)
     placement = plan.placement()
     free = [0.0] * len(plan.workers)
     ends: dict[Action, float] = {}
@@ -90,7 +90,8 @@ def timing(plan: Plan, costs: Costs = UNIT) -> Timeline:
     return Timeline(plan, max(free), tuple(map(tuple, spans)), busy)
 
 
-def _prices(costs: Costs, segments: int) -> dict[Kind, Sequence[float]]:
+def prices(costs: Costs, segments: int) -> dict[Kind, Sequence[float]]:
+    """What each kind of action costs, by segment. A ScheduleError names the field that does not fit."""
     halves = [_per("input", costs.input, segments), _per("weight", costs.weight, segments)]
     return {
         Kind.F: _per("forward", costs.forward, segments),
@@ -100,6 +101,11 @@ def _prices(costs: Costs, segments: int) -> dict[Kind, Sequence[float]]:
         Kind.R: _per("reduce", costs.reduce, segments),
         Kind.S: _per("step", costs.step, segments),
     }
+
+
+def sends(costs: Costs, segments: int) -> tuple[float, ...]:
+    """What it costs to cross each boundary between two segments."""
+    return _per("send", costs.send, segments - 1)
 
 
 def _per(field: str, cost: float | tuple[float, ...], count: int) -> tuple[float, ...]:

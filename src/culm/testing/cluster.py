@@ -91,7 +91,7 @@ class Cluster:
         result = decode_result(self.store.read("result") or encode(_NO_RESULT))
         if result.summary is None:
             raise result.failure()
-        losses = [msgspec.json.decode(steps.get_nowait().value or b"{}")["loss"] for _ in range(steps.qsize())]
+        losses = [msgspec.msgpack.decode(steps.get_nowait().value or b"")["loss"] for _ in range(steps.qsize())]
         return Simulated(result.summary, losses, self._snapshot(), self.clock.now())
 
     def kill(self, node: int) -> None:
@@ -105,7 +105,7 @@ class Cluster:
     async def committed(self, step: int) -> None:
         """Wait until a step is committed."""
         steps = self.store.subscribe("step")
-        while msgspec.json.decode((await steps.get()).value or b"{}")["step"] < step:
+        while msgspec.msgpack.decode((await steps.get()).value or b"")["step"] < step:
             pass
 
     async def _node(self, number: int) -> None:

@@ -47,6 +47,7 @@ class SocketTransport:
     ) -> None:
         self._secret = secret
         self._look_out_s = look_out
+        self._closed = False
         self._loop = asyncio.get_running_loop()
         self._listener = _listen(host, ports)
         self.address: Address = f"{host}:{self._listener.getsockname()[1]}"
@@ -101,8 +102,10 @@ class SocketTransport:
         return GlooGroup(self, key, members)
 
     async def close(self) -> None:
-        for link in list(self._out.values()):
-            await asyncio.to_thread(link.drain, _HANDSHAKE_S)
+        if self._closed:
+            return
+        self._closed = True
+        await asyncio.gather(*(asyncio.to_thread(link.drain, _HANDSHAKE_S) for link in list(self._out.values())))
         self._loop.remove_reader(self._pump.inner.fileno())
         self._pump.stop()
 

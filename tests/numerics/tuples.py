@@ -1,0 +1,99 @@
+"""Layers that hand tuples on."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .layers import Dense
+from .samples import WIDTH
+
+
+class Branch(nn.Module):
+    """Starts a tuple: (features, skip, mask). The skip is used by layers further on; the mask never has a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = self.linear(x)
+        return torch.tanh(y), y, mask
+
+
+class Along(nn.Module):
+    """Uses skip and mask, and hands both on untouched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, skip: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.tanh(self.linear(x) + skip * mask), skip, mask
+
+
+class Ahead(nn.Module):
+    """Uses no skip, hands a float without gradient on, and an output that nobody needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.spare = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, values: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
+        x, skip, mask = values
+        return [self.linear(x), skip, mask, (x > 0).float(), self.spare(x)]
+
+
+class Merge(nn.Module):
+    """Ends the tuple, reading the skip a last time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, skip: Tensor, mask: Tensor, sign: Tensor, unused: Tensor) -> Tensor:
+        del unused
+        out: Tensor = self.linear(x * (1 + mask) + skip * sign)
+        return out
+
+
+class Doubled(nn.Module):
+    """The same tensor at two places of the tuple."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x
+
+
+class Added(Dense):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) + y
+
+
+class Tripled(nn.Module):
+    """One tensor at three places: the order of their gradients shows."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return x, x, x
+
+
+class Weighed(nn.Module):
+    """Uses three tensors differently, and one of them twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+        out: Tensor = torch.tanh(self.a(x)) + torch.sigmoid(self.b(y)) * self.c(z) + x * y
+        return out
+
+
+class Stray(nn.Module):
+    """An output that depends on a parameter alone: no input reaches it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.prompt = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(x) * self.prompt, torch.tanh(self.prompt).expand_as(x)
