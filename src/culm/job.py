@@ -121,8 +121,8 @@ def check(job: Job) -> None:
     if job.clip_norm is not None and not (math.isfinite(job.clip_norm) and job.clip_norm > 0):
         raise JobError(f"Job.clip_norm is {job.clip_norm!r}: use a number above 0, or None for no clipping")
     _tied(job.tied, len(job.layers))
-    if job.init is not None and "://" not in job.init and not Path(job.init).is_file():
-        raise JobError(f"Job.init is {job.init!r}: there is no such file")
+    if job.init is not None and not Path(job.init).is_file():
+        raise JobError(f"Job.init is {job.init!r}: there is no such file on this machine")
 
 
 def _whole(field: str, value: object, *, least: int) -> None:

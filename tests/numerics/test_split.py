@@ -208,7 +208,7 @@ def test_nothing_of_the_graph_outlives_the_second_half(graph: Graph) -> None:
 
 def segment(**changes: Any) -> Segment:
     job = but(tiny_gpt, **changes)
-    return Segment(job, State(job, [1, 2]), [1, 2], split_backward=True)
+    return Segment(job, State(job, [1, 2]), [1, 2])
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -274,7 +274,7 @@ class Now(Dense):
 
 def test_writing_into_the_data_at_times_is_refused_where_the_layer_is_run_again() -> None:
     job = but(plain, layers=[Now, *plain.layers[1:]], recompute=True)
-    part = Segment(job, State(job, [0, 1]), [0, 1], split_backward=False)
+    part = Segment(job, State(job, [0, 1]), [0, 1])
     part.forward(0, 0, (torch.full((2, 6), 0.002),))
     with pytest.raises(LayerFailed, match=r"layer 0 \(Now\) writes into its input at times"):
         part.forward(0, 1, (torch.full((2, 6), 0.003),))

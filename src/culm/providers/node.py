@@ -85,7 +85,7 @@ def _transport(order: Start, *, look_out: float = 0.0) -> SocketTransport:
 
 
 def _look_out(neighbours: int) -> float:
-    """Seconds that a worker watches for a frame before it sleeps: long where it has a core to itself, and else short."""
+    """Seconds that a worker watches for a frame before it sleeps: only where it has a core to itself."""
     return 0.02 if len(os.sched_getaffinity(0)) > neighbours else 0.0
 
 

@@ -260,7 +260,6 @@ def main(descriptor: int) -> None:
 
 def _preload() -> Any:
     """Import what every node needs, once."""
-    import torch.distributed.pipelining._backward
     import torch.utils.flop_counter
 
     from culm.providers import node

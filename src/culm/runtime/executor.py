@@ -60,10 +60,7 @@ class Executor:
         self.transport, self.clock = transport, clock
         self.node = epoch.members[slot].node
         self.plan = Plan.from_text(epoch.plan)
-        split = any(a.kind is Kind.W for a in self.plan.workers[slot])
-        self.segments = {
-            g: Segment(job, state, range(*epoch.segments[g]), split_backward=split) for g in self.plan.segments_of(slot)
-        }
+        self.segments = {g: Segment(job, state, range(*epoch.segments[g])) for g in self.plan.segments_of(slot)}
         self.program = self._compile(self.plan)
         self.groups: dict[int, Group] = {}
         self.books: dict[int, Book] = {}

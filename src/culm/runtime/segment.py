@@ -66,11 +66,10 @@ class Outcome:
 class Segment:
     """Runs the actions of a run of layers. Not reentrant; holds one tape a live micro-batch."""
 
-    def __init__(self, job: Job, state: State, layers: Sequence[int], *, split_backward: bool) -> None:
+    def __init__(self, job: Job, state: State, layers: Sequence[int]) -> None:
         self.job = job
         self.layers = [state.layers[index] for index in layers]
         self.last = layers[-1] == len(job.layers) - 1
-        self.split = split_backward
         self.moving = any(layer.moving for layer in self.layers)
         self.tapes: dict[tuple[int, int], Tape] = {}
         self._loss_manner = Manner(exact=job.exact, draws=knows_outside(job.loss) or None)
