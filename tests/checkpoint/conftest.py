@@ -3,29 +3,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from fsspec.implementations.memory import MemoryFileSystem
 
 from culm.checkpoint import Catalog, Storage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
-
-
-@pytest.fixture
-def memory() -> Iterator[str]:
-    """A root in memory that is empty before and after."""
-    MemoryFileSystem.store.clear()
-    MemoryFileSystem.pseudo_dirs[:] = [""]
-    yield "memory://run/checkpoints"
-    MemoryFileSystem.store.clear()
-    MemoryFileSystem.pseudo_dirs[:] = [""]
 
 
 @pytest.fixture(params=["local", "memory"])
 def root(request: pytest.FixtureRequest, tmp_path: Path, memory: str) -> str:
     """A root that does not exist yet: a promise that holds here holds on a disk and in an object store."""
-    return memory if request.param == "memory" else str(tmp_path / "run" / "checkpoints")
+    return f"{memory}/checkpoints" if request.param == "memory" else str(tmp_path / "run" / "checkpoints")
 
 
 @pytest.fixture

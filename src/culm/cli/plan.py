@@ -9,13 +9,11 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
-from rich import box
-from rich.table import Table
-from rich.text import Text
 
 from culm.cli import values
 from culm.cli.display import console_on
 from culm.cli.failing import failing
+from culm.cli.tables import facts
 from culm.errors import UsageError
 from culm.plan import Case, Memory, Rerouted, Slot, explain, greedy
 from culm.schedule import generate, grid, timing
@@ -121,7 +119,7 @@ def _show(found: Rerouted, healthy: Rerouted, why: Sequence[str]) -> None:
         "peak activations": str(max(found.peak_activations)),
         "solver": found.solver,
     }
-    console_on(stderr=False).print(_table(rows | {f"why {n}": line for n, line in enumerate(why, 1)}))
+    console_on(stderr=False).print(facts(rows | {f"why {n}": line for n, line in enumerate(why, 1)}))
     print(grid(timeline), end="")
 
 
@@ -138,12 +136,3 @@ def _slowdown(found: Rerouted, healthy: Rerouted) -> float:
 def _number(value: float) -> float:
     """Whole numbers without the .0."""
     return int(value) if value.is_integer() else value
-
-
-def _table(rows: dict[str, str]) -> Table:
-    table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in rows.items():
-        table.add_row(name, Text(value))
-    return table

@@ -27,7 +27,7 @@ def setup_table(setup: Setup) -> Table:
         "steps": f"{setup.steps}{first}",
         "why": setup.why,
     }
-    return _table(rows if setup.out is None else {**rows, "folder": setup.out})
+    return facts(rows if setup.out is None else {**rows, "folder": setup.out})
 
 
 def stages(setup: Setup) -> str:
@@ -57,7 +57,7 @@ def ledger_table(summary: Mapping[str, Any], out: str | None) -> Table:
         "checkpoints": _checkpoints(summary["checkpoints"]),
         "files": out or "none: keep them with --out",
     }
-    return _table(rows)
+    return facts(rows)
 
 
 def _samples(summary: Mapping[str, Any]) -> str:
@@ -81,7 +81,8 @@ def _evaluation(summary: Mapping[str, Any]) -> dict[str, str]:
     return {"evaluation": f"loss {loss:.6g} after step {int(step) + 1}"}
 
 
-def _table(rows: Mapping[str, str]) -> Table:
+def facts(rows: Mapping[str, str]) -> Table:
+    """Names and what there is to say of them, a line each."""
     table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")

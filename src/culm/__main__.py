@@ -1,0 +1,5 @@
+"""`python -m culm`: the command line."""
+
+from culm.cli import main
+
+main()
