@@ -16,7 +16,7 @@ from typing import Any, NotRequired, Protocol, TypeAlias, TypedDict
 from rich.table import Table
 
 from benchmarks.job import LARGE, SMALL, Cut, GPTSpec, even_cut
-from benchmarks.paired import Comparison, Side, paired, steps_for
+from benchmarks.paired import Comparison, Side, compare, paired, steps_for
 from benchmarks.peer import TorchPool, stages_per_worker
 from benchmarks.ranks import Unavailable
 from culm.errors import UsageError
@@ -69,6 +69,9 @@ class Effort:
 
     jobs: tuple[GPTSpec, ...]
     rounds: int
+    starts: int
+    """How often both sides are started anew, the rounds spread over them: where a process lands shifts all of its
+    rounds alike, which an interval over the rounds of one start can not see."""
     round_s: float
     """What a round of one side should last; a step that is longer is a round by itself."""
 
@@ -83,9 +86,9 @@ class Case:
     cut: Cut
 
 
-FULL = Effort(jobs=(LARGE, SMALL), rounds=20, round_s=0.5)
+FULL = Effort(jobs=(LARGE, SMALL), rounds=24, starts=4, round_s=0.5)
 # Six: with fewer rounds not even the span from the least to the greatest ratio covers the median with 95 %.
-QUICK = Effort(jobs=(SMALL,), rounds=6, round_s=0.3)
+QUICK = Effort(jobs=(SMALL,), rounds=6, starts=2, round_s=0.3)
 
 
 def run(
@@ -121,12 +124,17 @@ def cases(jobs: Sequence[GPTSpec], stages: Sequence[int], schedules: Sequence[st
 def row(case: Case, *, culm: Factory, torch: Factory, effort: Effort) -> Row:
     """One row: both sides on the same cut, or the sentence why one of them can not run it."""
     try:
-        with ExitStack() as stack:
-            theirs = stack.enter_context(closing(torch(case.spec, case.cut, case.schedule)))
-            ours = stack.enter_context(closing(culm(case.spec, case.cut, case.schedule)))
-            return _row(case, measure(ours, theirs, effort))
+        found = [_started(case, culm, torch, effort) for _ in range(effort.starts)]
+        return _row(case, compare([s for f in found for s in f.a_s], [s for f in found for s in f.b_s]))
     except Unavailable as error:
         return {**_row(case, None), "unavailable": str(error)}
+
+
+def _started(case: Case, culm: Factory, torch: Factory, effort: Effort) -> Comparison:
+    with ExitStack() as stack:
+        theirs = stack.enter_context(closing(torch(case.spec, case.cut, case.schedule)))
+        ours = stack.enter_context(closing(culm(case.spec, case.cut, case.schedule)))
+        return measure(ours, theirs, effort)
 
 
 def measure(a: Side, b: Side, effort: Effort) -> Comparison:
@@ -134,7 +142,8 @@ def measure(a: Side, b: Side, effort: Effort) -> Comparison:
     for side in (a, b):
         side.round(2)
     step_s = (a.round(1) + b.round(1)) / 2
-    return paired(a, b, rounds=effort.rounds, steps=steps_for(step_s, round_s=effort.round_s), warmup=1)
+    steps = steps_for(step_s, round_s=effort.round_s)
+    return paired(a, b, rounds=effort.rounds // effort.starts, steps=steps, warmup=1)
 
 
 def result(rows: Sequence[Row], *, workers: int, probes: Mapping[str, Probe]) -> Result:
