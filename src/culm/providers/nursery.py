@@ -259,12 +259,14 @@ def main(descriptor: int) -> None:
 
 
 def _preload() -> Any:
-    """Import what every node needs, once."""
+    """Import what every node needs, once. The first optimizer of a process imports dynamo: a second of CPU a node."""
+    import numpy.random
+    import torch._dynamo
     import torch.utils.flop_counter
 
     from culm.providers import node
 
-    return node, torch
+    return node, numpy, torch
 
 
 if __name__ == "__main__":
