@@ -153,6 +153,7 @@ class LinkIn:
     ) -> None:
         self._sock, self._caller, self._mailbox, self._deliver = sock, caller, mailbox, deliver
         self._lock = threading.Lock()
+        self._ended = False
         self._begin()
 
     def _begin(self) -> None:
@@ -162,9 +163,9 @@ class LinkIn:
         self._parts: collections.deque[memoryview] = collections.deque([memoryview(self._prefix)])
 
     def ready(self) -> bool:
-        """Readable, seen by the pump or by the loop. False: the connection ended."""
+        """Readable, seen by the pump, by the loop, or by both at once. False: the connection ended."""
         with self._lock:
-            return self._read()
+            return not self._ended and self._read()
 
     def _read(self) -> bool:
         try:
@@ -182,6 +183,7 @@ class LinkIn:
         except BlockingIOError:
             return True
         except (OSError, ValueError, KeyError, TypeError):
+            self._ended = True
             self._deliver(self._caller, None)
             return False
 
