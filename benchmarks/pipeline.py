@@ -86,7 +86,7 @@ class Case:
     cut: Cut
 
 
-FULL = Effort(jobs=(LARGE, SMALL), rounds=24, starts=4, round_s=0.5)
+FULL = Effort(jobs=(LARGE, SMALL), rounds=21, starts=3, round_s=0.5)
 # Six: with fewer rounds not even the span from the least to the greatest ratio covers the median with 95 %.
 QUICK = Effort(jobs=(SMALL,), rounds=6, starts=2, round_s=0.3)
 
@@ -143,7 +143,7 @@ def measure(a: Side, b: Side, effort: Effort) -> Comparison:
         side.round(2)
     step_s = (a.round(1) + b.round(1)) / 2
     steps = steps_for(step_s, round_s=effort.round_s)
-    return paired(a, b, rounds=effort.rounds // effort.starts, steps=steps, warmup=1)
+    return paired(a, b, rounds=effort.rounds // effort.starts, steps=steps, warmup=0)
 
 
 def result(rows: Sequence[Row], *, workers: int, probes: Mapping[str, Probe]) -> Result:
