@@ -33,8 +33,8 @@ def report(node: int, step: int, **fields: object) -> StepReport:
     return changed
 
 
-def evaluated(node: int, step: int, loss: float = 1.0, weight: float = 2.0, parts: int = 1) -> EvaluationReport:
-    return EvaluationReport(node, step, loss, weight, parts)
+def evaluated(node: int, step: int, loss: float = 1.0, weight: float = 2.0) -> EvaluationReport:
+    return EvaluationReport(node, step, ((node, loss, weight),))
 
 
 def all_of(ledger: Ledger, reports: list[StepReport | EvaluationReport]) -> list[CommittedStep]:
@@ -105,7 +105,8 @@ def test_an_evaluation_is_complete_with_all_its_parts_and_holds_its_step_back_un
     order: tuple[int, ...],
 ) -> None:
     reports: list[StepReport | EvaluationReport]
-    reports = [report(0, 0), report(1, 0), evaluated(0, 0, 3.0, 2.0, parts=2), evaluated(1, 0, 5.0, 6.0, parts=1)]
+    two = EvaluationReport(0, 0, ((0, 1.0, 1.0), (2, 2.0, 1.0)))
+    reports = [report(0, 0), report(1, 0), two, evaluated(1, 0, 5.0, 6.0)]
     ledger = Ledger(workers=2, micro_batch=1, evaluate_every=1, evaluation_parts=3)
     *early, last = order
     assert all_of(ledger, [reports[i] for i in early]) == []
@@ -128,7 +129,7 @@ def test_only_every_nth_step_waits_for_an_evaluation() -> None:
     assert ledger.evaluations == {2: 0.5, 5: 0.5}
 
 
-def test_the_parts_of_an_evaluation_are_added_in_the_order_of_the_nodes() -> None:
+def test_the_parts_of_an_evaluation_are_added_in_the_order_of_the_micro_batches() -> None:
     """So that a run has one evaluation, not one for each order of arrival."""
     losses = {0: 1e16, 1: 1.0, 2: -1e16}
     found = set()

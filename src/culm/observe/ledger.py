@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from culm.runtime.epoch import EvaluationReport, StepReport
+from culm.runtime.update import added
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Ledger:
         entry = self._open.get(step)
         if entry is None or len(entry.reports) < self.workers:
             return False
-        return not self._evaluates(step) or sum(e.parts for e in entry.evaluations.values()) >= self.evaluation_parts
+        return not self._evaluates(step) or len(_parts(entry)) >= self.evaluation_parts
 
     def _evaluates(self, step: int) -> bool:
         return bool(self.evaluate_every) and (step + 1) % self.evaluate_every == 0
@@ -115,7 +116,11 @@ def _committed(step: int, entry: _Open, micro_batch: int) -> CommittedStep:
 
 
 def _evaluation(entry: _Open) -> float | None:
-    """The mean over all parts, added in the order of the nodes: the same sum, whoever reported first."""
-    ordered = [entry.evaluations[node] for node in sorted(entry.evaluations)]
-    weight = sum(e.weight_sum for e in ordered)
-    return sum(e.loss_sum for e in ordered) / weight if weight else None
+    """The mean over all micro-batches, added in their order: the same sum, whoever ran them and reported first."""
+    parts = _parts(entry)
+    weight = added(weight for _, _, weight in parts)
+    return added(loss for _, loss, _ in parts) / weight if weight else None
+
+
+def _parts(entry: _Open) -> list[tuple[int, float, float]]:
+    return sorted(part for report in entry.evaluations.values() for part in report.parts)

@@ -90,9 +90,8 @@ class EvaluationReport(msgspec.Struct, frozen=True, tag="evaluation"):
 
     node: int
     step: int
-    loss_sum: float
-    weight_sum: float
-    parts: int
+    parts: tuple[tuple[int, float, float], ...]
+    """Of each of its micro-batches: number, loss (times the weight, for a mean), weight."""
 
 
 class ShardReport(msgspec.Struct, frozen=True, tag="shard"):

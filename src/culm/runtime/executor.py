@@ -225,11 +225,11 @@ class Executor:
             for layer in self.segments[g].layers:
                 apply_statistics(layer, settled.statistics.get(layer.index, ()))
 
-    async def evaluate(self, step: int) -> tuple[float, float, int]:
-        """Run the F-only plan over the evaluation set: (sum of losses, of weights, micro-batches) of this worker."""
+    async def evaluate(self, step: int) -> list[tuple[int, float, float]]:
+        """Run the F-only plan over the evaluation set: (micro-batch, loss, weight) of each that ends on this worker."""
         assert self.epoch.evaluation is not None
         plan = Plan.from_text(self.epoch.evaluation)
-        loss_sum, weight_sum, parts = 0.0, 0.0, 0
+        found: list[tuple[int, float, float]] = []
         for op in self._compile(plan) if self.slot < len(plan.workers) else ():
             micro = op.action.micro
             assert micro is not None
@@ -248,10 +248,8 @@ class Executor:
                 self._home[f"evaluate {op.label}"] = outputs
             if outcome.loss is not None:
                 weight = evaluation_weight(self.job, micro, outcome.weight)
-                loss_sum += outcome.loss.item() * (weight if outcome.weight is None else 1.0)
-                weight_sum += weight
-                parts += 1
-        return loss_sum, weight_sum, parts
+                found.append((micro, outcome.loss.item() * (weight if outcome.weight is None else 1.0), weight))
+        return found
 
 
 def evaluation_weight(job: Job, micro: int, weight: Tensor | float | None) -> float:

@@ -157,9 +157,9 @@ class Worker:
         """What happens between two steps: evaluation and checkpoints, at the same places for everyone."""
         job, epoch = self.job, executor.epoch
         if job.evaluate_every and done % job.evaluate_every == 0:
-            loss, weight, parts = await executor.evaluate(done - 1)
+            parts = await executor.evaluate(done - 1)
             if parts:
-                report = letters.EvaluationReport(self.node, done - 1, loss, weight, parts)
+                report = letters.EvaluationReport(self.node, done - 1, tuple(parts))
                 self.transport.post(epoch.leader, encode(report))
         if epoch.checkpoint_every and done % epoch.checkpoint_every == 0:
             await self._save(executor, done)
