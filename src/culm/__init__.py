@@ -10,8 +10,8 @@ The package, from the ground up; a room imports only from rooms above it in this
     transport/   frames of tensors between workers: sockets, memory
     checkpoint/  safetensors shards and a manifest, to a path or URL
     runtime/     one worker: state, numerics, stage, executor
-    cluster/     many: the store, epochs, agent, leader
     observe/     the run folder, events, traces, the ledger
+    cluster/     many: the store, epochs, agent, leader
     providers/   where nodes come from: local processes out of one nursery
     testing/     public: the reference loop, the simulated cluster
     cli/         one file a verb

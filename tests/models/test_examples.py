@@ -13,7 +13,7 @@ from torch.utils.data import default_collate
 from culm.job import Job, load
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    pass
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -34,15 +34,6 @@ def losses(job: Job, steps: int) -> list[float]:
         optimizer.step()
         found.append(loss.item())
     return found
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Workers have one too; more would fight over the cores when tests run side by side."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -39,6 +39,15 @@ def evaluation_batches(job: Job) -> int:
     return -(-len(job.evaluate) // job.micro_batch) if job.evaluate is not None else 0
 
 
+def evaluation_share(job: Job, micro: int, loss: Tensor, weight: Tensor | float | None) -> tuple[float, float]:
+    """What a micro-batch adds to an evaluation: its loss, and its weight. A mean counts by the items behind it."""
+    if weight is not None:
+        return loss.item(), float(weight)
+    assert job.evaluate is not None
+    items = float(min(job.micro_batch, len(job.evaluate) - micro * job.micro_batch))
+    return loss.item() * items, items
+
+
 def _collated(job: Job, data: Dataset, indices: Any, device: torch.device) -> tuple[Values, Any]:
     try:
         items = [data[index] for index in indices]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from culm.runtime.book import Book, Settled
-from culm.runtime.data import Values, evaluation_batch, micro_batch
+from culm.runtime.data import Values, evaluation_batch, evaluation_share, micro_batch
 from culm.runtime.segment import Segment
 from culm.runtime.update import apply_statistics
 from culm.schedule import Action, Kind, Plan, lower
@@ -247,17 +247,8 @@ class Executor:
             if op.keeps:
                 self._home[f"evaluate {op.label}"] = outputs
             if outcome.loss is not None:
-                weight = evaluation_weight(self.job, micro, outcome.weight)
-                found.append((micro, outcome.loss.item() * (weight if outcome.weight is None else 1.0), weight))
+                found.append((micro, *evaluation_share(self.job, micro, outcome.loss, outcome.weight)))
         return found
-
-
-def evaluation_weight(job: Job, micro: int, weight: Tensor | float | None) -> float:
-    """What a micro-batch of the evaluation counts for: its items, or the weight that the loss returned."""
-    if weight is not None:
-        return float(weight)
-    assert job.evaluate is not None
-    return float(min(job.micro_batch, len(job.evaluate) - micro * job.micro_batch))
 
 
 def _neighbours(action: Action, segments: int, placement: dict[Action, int]) -> tuple[Action | None, Action | None]:

@@ -13,7 +13,7 @@ import torch
 
 from culm.runtime import statistics
 from culm.runtime.call import call_layer, handed_on, loss_of
-from culm.runtime.data import Values, evaluation_batch, evaluation_batches, micro_batch
+from culm.runtime.data import Values, evaluation_batch, evaluation_batches, evaluation_share, micro_batch
 from culm.runtime.state import HeldLayer, Snapshot, State, total_digest
 from culm.runtime.statistics import Statistics
 from culm.runtime.update import (
@@ -137,13 +137,7 @@ def _evaluate(job: Job, state: State) -> float:
                 values = call_layer(layer, values, -1, micro, job.seed)
                 layer.module.train()
             loss, weight = loss_of(job, values, target, -1, micro)
-            size = evaluation_size(job, micro)
-            loss_sum += loss.item() * (size if weight is None else 1.0)
-            weight_sum += size if weight is None else float(weight)
+            share, counts = evaluation_share(job, micro, loss, weight)
+            loss_sum += share
+            weight_sum += counts
     return loss_sum / weight_sum
-
-
-def evaluation_size(job: Job, micro: int) -> int:
-    """Items in a micro-batch of the evaluation set: a mean counts by them."""
-    assert job.evaluate is not None
-    return min(job.micro_batch, len(job.evaluate) - micro * job.micro_batch)
