@@ -135,7 +135,7 @@ def history(**request: Any) -> tuple[list[tuple[float, str]], list[Any], list[An
     described = job(steps=4)
     network = Tapped(latency=0.003)
     setup = prepare(described, Request(out="memory://run", **request))
-    run_virtual(Cluster(described, setup, VirtualClock(lambda n, a: 0.01 + 0.001 * n), network).run())
+    run_virtual(Cluster(described, setup, VirtualClock(lambda n, *_: 0.01 + 0.001 * n), network).run())
     files = {name: MemoryFileSystem.store[f"/run/{name}.jsonl"].getvalue() for name in ("events", "steps")}
     events, steps = ([json.loads(line) for line in files[name].splitlines()] for name in ("events", "steps"))
     return network.history, events, steps

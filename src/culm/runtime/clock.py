@@ -20,8 +20,9 @@ class Clock(Protocol):
     async def sleep(self, seconds: float) -> None:
         """Wait."""
 
-    async def work(self, node: int, action: str) -> None:
-        """Called after each action: here a simulated action takes its time. Real work has taken it already."""
+    async def work(self, node: int, step: int, action: str) -> None:
+        """Called after each action, before anybody hears of it: here a simulated action takes its time, and faults
+        strike. Real work has taken its time already."""
 
     async def aside(self, slow: Callable[A, T], *args: A.args, **kwargs: A.kwargs) -> T:
         """Run a slow call of the outside (a disk) without holding anybody up."""
@@ -36,8 +37,8 @@ class RealClock:
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
 
-    async def work(self, node: int, action: str) -> None:
-        del node, action
+    async def work(self, node: int, step: int, action: str) -> None:
+        del node, step, action
 
     async def aside(self, slow: Callable[A, T], *args: A.args, **kwargs: A.kwargs) -> T:
         return await asyncio.to_thread(slow, *args, **kwargs)

@@ -42,7 +42,7 @@ class Simulated:
 def simulate(
     job: Job,
     *,
-    cost: Callable[[int, str], float] | None = None,
+    cost: Callable[[int, int, str], float] | None = None,
     latency: float = 0.0,
     script: Script | None = None,
     **request: Any,
@@ -133,9 +133,10 @@ class Cluster:
     def _snapshot(self) -> Snapshot:
         """The model, each layer from its first holder."""
         found = Snapshot()
-        for worker in reversed(list(self.workers.values())):
-            if worker.state is not None:
-                found.update(worker.state.snapshot())
+        alive = {number: worker for number, worker in self.workers.items() if number not in self._killed}
+        for worker in reversed(list(alive.values())):
+            for holding in worker.desk.holdings.values() if worker.desk is not None else ():
+                found.update(holding.state.snapshot())
         return found.copy()
 
 

@@ -52,7 +52,7 @@ def run_virtual(main: Coroutine[Any, Any, T]) -> T:
 class VirtualClock:
     """The clock of a simulated cluster. `cost` says how many virtual seconds an action of a node takes."""
 
-    def __init__(self, cost: Callable[[int, str], float] | None = None) -> None:
+    def __init__(self, cost: Callable[[int, int, str], float] | None = None) -> None:
         self._cost = cost or (lambda *_: 0.0)
 
     def now(self) -> float:
@@ -61,8 +61,8 @@ class VirtualClock:
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
 
-    async def work(self, node: int, action: str) -> None:
-        await asyncio.sleep(self._cost(node, action))
+    async def work(self, node: int, step: int, action: str) -> None:
+        await asyncio.sleep(self._cost(node, step, action))
 
     async def aside(self, slow: Callable[A, T], *args: A.args, **kwargs: A.kwargs) -> T:
         await asyncio.sleep(0)
