@@ -101,6 +101,8 @@ class Leader:
         self.recoveries: list[Recovered] = []
         self.at_risk_s = 0.0
         self._risk_since: float | None = None
+        self._published: bytes | None = None
+        """The epoch as it stands in the store."""
         self._halting: _Halting | None = None
         self._recovering: _Recovering | None = None
         self.finals: dict[int, letters.Final] = {}
@@ -159,7 +161,7 @@ class Leader:
             return False
         found = letters.decode(epoch)
         assert isinstance(found, Epoch)
-        self.epoch = found
+        self.epoch, self._published = found, epoch
         self.ledger.regroup(len(self.epoch.alive))
         if record is not None:
             self._remember(decode_record(record))
@@ -181,6 +183,7 @@ class Leader:
         ledger.last, ledger.evaluations = record.last, dict(record.evaluations)
         self.checkpoints, self.preemptions = list(record.checkpoints), record.preemptions
         self.recoveries, self.at_risk_s = list(record.recoveries), record.at_risk_s
+        self._finish = record.finish if record.next_step < self.setup.steps else record.next_step
 
     async def _write_record(self) -> None:
         """So that whoever leads next knows it too."""
@@ -200,6 +203,7 @@ class Leader:
             preemptions=self.preemptions,
             recoveries=tuple(self.recoveries),
             at_risk_s=self.at_risk_s,
+            finish=self._finish,
         )
         await self.store.put("record", encode(record))
 
@@ -329,7 +333,11 @@ class Leader:
 
     async def _note_standing(self, report: letters.Report) -> None:
         halting = self._halting
-        if halting is None or report.epoch != halting.number:
+        if halting is None or report.epoch < halting.number:
+            return
+        if report.epoch > halting.number:  # somebody who led before was further: begin above that
+            halting.number = report.epoch
+            await self._halt([])
             return
         halting.standings[report.node] = report.standing
         if halting.standings.keys() == halting.expected:
@@ -362,7 +370,14 @@ class Leader:
             open_steps=made.epoch.recovery.steps,
             why=made.why,
         )
-        await self.store.put("epoch", letters.encode(made.epoch))
+        await self._put_epoch(made.epoch)
+
+    async def _put_epoch(self, epoch: Epoch) -> None:
+        """Publish, unless somebody else has meanwhile: then this leader has been taken for dead, and is."""
+        body = letters.encode(epoch)
+        if not await self.store.swap("epoch", self._published, body):
+            raise RunError("another node leads this run: this one was taken for dead")
+        self._published = body
 
     def _note_risk(self) -> None:
         """Time at risk: while a layer has one holder alone, its loss would cost more than a pause."""
@@ -482,7 +497,7 @@ class Leader:
             committed=setup.start,
         )
         self._event("epoch", number=1, members=[m.node for m in self.epoch.alive], segments=setup.segments)
-        await self.store.put("epoch", letters.encode(self.epoch))
+        await self._put_epoch(self.epoch)
 
     def _note_ready(self, message: letters.Ready) -> None:
         if self.epoch is None or message.epoch != self.epoch.number or self._halting is not None:
@@ -508,16 +523,18 @@ class Leader:
             self._event("skipped", step=done.step, why="the loss or a gradient is not finite")
         if done.evaluation is not None:
             self._event("evaluation", step=done.step, loss=done.evaluation)
+        stopped = self.setup.gate == "hook" and self._hook(metrics) is STOP
+        ends = stopped or done.step + 1 >= self.setup.steps
+        if stopped:
+            self._event("stopped", step=done.step, why="on_step returned STOP")
+        self._finish = done.step + 1 if ends else self._finish
         if self.epoch is not None and self.epoch.kept:
             await self._write_record()
             await self.clock.work(self.node, done.step, "commit")
             self._tell(letters.Commit(done.step))
             self._note_recovered(done.step)
         await self.store.put("step", msgspec.msgpack.encode(metrics))
-        stopped = self.setup.gate == "hook" and self._hook(metrics) is STOP
-        if stopped:
-            self._event("stopped", step=done.step, why="on_step returned STOP")
-        if stopped or done.step + 1 >= self.setup.steps:
+        if ends:
             self._end_before(done.step + 1)
         elif self.setup.gate == "hook":
             self._permit(done.step + 2)

@@ -38,6 +38,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int
     recoveries: tuple[Recovered, ...]
     at_risk_s: float
+    finish: int | None = None
+    """The step before which the run ends, once that is decided."""
 
 
 decode_record = msgspec.msgpack.Decoder(Record).decode

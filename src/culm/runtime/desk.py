@@ -82,7 +82,7 @@ class Holding:
     def remember(self) -> None:
         """Before a step: keep the weights that it moves, for whoever needs a tensor of the open step once more."""
         if self.version not in self._old:
-            parameters = self.state.snapshot().parameters
+            parameters = self.state.whole().parameters
             self._old[self.version] = {name: value.clone() for name, value in parameters.items()}
 
     def forget(self, committed: int) -> None:
@@ -105,7 +105,7 @@ class Holding:
         state = self.state
         if self.version != step:
             state = State(self.job, self.state.layers, self.state.device)
-            state.restore(Snapshot(parameters=self._old[step], buffers=self.state.snapshot().buffers))
+            state.restore(Snapshot(parameters=self._old[step], buffers=self.state.whole().buffers))
         return {g: Segment(self.job, state, span) for g, span in self.spans.items()}
 
 

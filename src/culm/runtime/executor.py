@@ -70,7 +70,7 @@ class Executor:
         self.plan = Plan.from_text(epoch.plan)
         self.segments = self._run_here(self.plan.stages_of(slot))
         self.program = self._compile(self.plan)
-        self.groups: dict[tuple[int, ...], Group] = {}
+        self.groups: dict[tuple[int, tuple[int, ...]], Group] = {}
         self.wiring = Wiring(epoch.recovery, self.plan.segments)
         self.shadows: Shadows | None = None
         self.tapes_peak = 0
@@ -90,14 +90,14 @@ class Executor:
 
     async def join(self) -> None:
         """Meet those that run the same segments: in the plan and, where they differ, in the recovery."""
-        wanted = {self.runners(g): g for g in self.segments}
+        wanted = {(g, self.runners(g)) for g in self.segments}
         for stage, runners in enumerate(self.epoch.recovery.runners):
             if self.slot in runners:
-                wanted.setdefault(runners, stage)
-        for runners, g in sorted(wanted.items()):
+                wanted |= {(g, runners) for g in range(stage, self.plan.segments, self.plan.stages)}
+        for g, runners in sorted(wanted):
             holders = [self.epoch.address(w) for w in runners]
             name = f"group {g} of {','.join(map(str, runners))}"
-            self.groups[runners] = self.transport.group(Key(self.epoch.number, 0, name), holders)
+            self.groups[g, runners] = self.transport.group(Key(self.epoch.number, 0, name), holders)
         await asyncio.gather(*(group.join() for group in self.groups.values()))
 
     def leave(self) -> None:
@@ -302,7 +302,7 @@ class Executor:
         if len(runners) > 1:
             buckets = list(_buckets(totals))
             copies = [torch.cat([t.reshape(-1) for t in bucket]).cpu() for bucket in buckets]
-            group = self.groups[runners]
+            group = self.groups[g, runners]
             await asyncio.gather(*(group.all_reduce(copy) for copy in (*copies, rider)))
             parts = [
                 part

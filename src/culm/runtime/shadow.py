@@ -72,7 +72,7 @@ class Shadows:
             return
         self.desk.lags = holding.version
         ahead = max((h.version for h in self.desk.holdings.values()), default=0)
-        if holding.version >= ahead - 1:  # as close as any shadow is: from here on it counts
+        if holding.version >= ahead:  # from here on it counts, and no step is reported that it has not made
             self.level[fresh.stage] = self.fresh.pop(fresh.stage)
             self.desk.lags = None
             self._told(fresh)
@@ -164,7 +164,7 @@ def send_copies(executor: Executor) -> None:
         if shadow.fresh and shadow.source == executor.slot:
             holding = executor.desk.holdings[shadow.stage]
             key = Key(epoch.number, epoch.start, f"state {shadow.stage}")
-            executor.transport.send(epoch.address(shadow.slot), key, packed(holding.state.snapshot()))
+            executor.transport.send(epoch.address(shadow.slot), key, packed(holding.state.whole()))
 
 
 def packed(snapshot: Snapshot) -> list[Tensor]:

@@ -104,7 +104,10 @@ class Worker:
 
     async def _halt(self, number: int, leader: Address) -> None:
         """Leave the epoch between two actions and say what is in hand. Nothing of it can finish any more."""
-        if number <= self._floor:
+        training = self._training is not None and not self._training.done()
+        if number < self._floor or (number == self._floor and training):
+            # Another leader was further: this one has to begin above.
+            self.transport.post(leader, encode(letters.Report(self.node, self._floor, Standing())))
             return
         self._floor = number
         left = self.transport.close_epochs(number)
@@ -347,9 +350,10 @@ class Worker:
 
     def _final(self, executor: Executor) -> letters.Final:
         digests: dict[int, tuple[str, str]] = {}
-        for holding in executor.desk.holdings.values():
-            digests |= holding.state.digests(holding.state.layers)
         shadows = executor.shadows
+        for stage in (*executor.plan.stages_of(executor.slot), *(shadows.level if shadows is not None else ())):
+            state = executor.desk.holdings[stage].state
+            digests |= state.digests(state.layers)
         return letters.Final(
             node=self.node,
             digests=digests,
