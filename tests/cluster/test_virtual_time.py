@@ -12,7 +12,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from culm.cluster.prepare import Request, prepare
 from culm.testing import Cluster, Deadlock, VirtualClock, run_virtual, simulate
-from culm.transport.memory import MemoryNetwork
+from culm.transport.memory import MemoryNetwork, Parcel, Passage
 
 from .jobs import job
 
@@ -115,13 +115,13 @@ class Tapped(MemoryNetwork):
         super().__init__(latency)
         self.history: list[tuple[float, str]] = []
 
-    def later(self, action: Any, *arguments: Any) -> None:
+    def depart(self, parcel: Parcel, passage: Passage, action: Any, *arguments: Any) -> None:
         def arrive() -> None:
             at = asyncio.get_running_loop().time()
-            self.history.append((at, f"{action.__qualname__} {_told(arguments)}"))
+            self.history.append((at, f"{parcel} {action.__qualname__} {_told(arguments)}"))
             action(*arguments)
 
-        super().later(arrive)
+        super().depart(parcel, passage, arrive)
 
 
 def _told(arguments: tuple[Any, ...]) -> str:
@@ -135,7 +135,7 @@ def history(**request: Any) -> tuple[list[tuple[float, str]], list[Any], list[An
     described = job(steps=4)
     network = Tapped(latency=0.003)
     setup = prepare(described, Request(out="memory://run", **request))
-    run_virtual(Cluster(described, setup, VirtualClock(lambda n, a: 0.01 + 0.001 * n), network).run())
+    run_virtual(Cluster(described, setup, VirtualClock(lambda n, *_: 0.01 + 0.001 * n), network).run())
     files = {name: MemoryFileSystem.store[f"/run/{name}.jsonl"].getvalue() for name in ("events", "steps")}
     events, steps = ([json.loads(line) for line in files[name].splitlines()] for name in ("events", "steps"))
     return network.history, events, steps

@@ -20,7 +20,7 @@ class Clock(Protocol):
     async def sleep(self, seconds: float) -> None:
         """Wait."""
 
-    async def work(self, node: int, action: str) -> None:
+    async def work(self, node: int, step: int, action: str) -> None:
         """Called after each action: here a simulated action takes its time. Real work has taken it already."""
 
     async def aside(self, slow: Callable[A, T], *args: A.args, **kwargs: A.kwargs) -> T:
@@ -36,8 +36,8 @@ class RealClock:
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
 
-    async def work(self, node: int, action: str) -> None:
-        del node, action
+    async def work(self, node: int, step: int, action: str) -> None:
+        del node, step, action
 
     async def aside(self, slow: Callable[A, T], *args: A.args, **kwargs: A.kwargs) -> T:
         return await asyncio.to_thread(slow, *args, **kwargs)

@@ -148,7 +148,7 @@ class Executor:
             op.segment.backward_weight(step, micro)
         if kind in (Kind.B, Kind.W):
             self.books[op.action.segment].count(micro)
-        await self.clock.work(self.node, op.label)
+        await self.clock.work(self.node, step, op.label)
         self._hand_on(step, op, made)
         self.spans.append((step, op.label, start, self.clock.now()))
 
