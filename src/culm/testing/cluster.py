@@ -17,8 +17,8 @@ from culm.cluster.store import MemoryStore
 from culm.job import Job
 from culm.runtime.state import Snapshot
 from culm.runtime.worker import Worker
-from culm.testing.fate import Fate
-from culm.testing.faults import Fault, Faults
+from culm.testing.fate import Fate, Strike
+from culm.testing.faults import Faults
 from culm.testing.history import History
 from culm.testing.loop import VirtualClock, run_virtual, virtual_loop
 from culm.testing.machines import Machines
@@ -38,8 +38,8 @@ class Simulated:
     snapshot: Snapshot = field(default_factory=Snapshot)
     virtual_s: float = 0.0
     history: History = field(default_factory=History)
-    struck: tuple[Fault, ...] = ()
-    """The faults whose moment came."""
+    strikes: tuple[Strike, ...] = ()
+    """The faults whose moment came, and when."""
 
     @property
     def weights_sha256(self) -> str:
@@ -129,8 +129,8 @@ class Cluster:
         if result.summary is None:
             raise result.failure()
         losses = [msgspec.msgpack.decode(steps.get_nowait().value or b"")["loss"] for _ in range(steps.qsize())]
-        struck = tuple(self.fate.struck)
-        return Simulated(result.summary, losses, self._snapshot(), result_at[0], self.history, struck)
+        strikes = tuple(self.fate.strikes)
+        return Simulated(result.summary, losses, self._snapshot(), result_at[0], self.history, strikes)
 
     def kill(self, node: int) -> None:
         """Take a node away without notice: nothing is heard of it again, and every connection to it breaks."""

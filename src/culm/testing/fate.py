@@ -7,28 +7,24 @@ import collections
 import functools
 import random
 from contextvars import Context
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from culm.cluster.blows import Blow, Fault, Kill, Partition, Pause
 from culm.errors import UsageError
-from culm.testing.faults import (
-    Blow,
-    Fault,
-    Faults,
-    Kill,
-    Late,
-    LinkFault,
-    Lose,
-    Partition,
-    Pause,
-    Reorder,
-    SlowDisk,
-    SlowLink,
-)
+from culm.testing.faults import Faults, Late, LinkFault, Lose, Reorder, SlowDisk, SlowLink
 from culm.testing.machines import node_of
 from culm.transport.memory import Parcel, Passage
 
 if TYPE_CHECKING:
     from culm.testing.machines import Machines
+
+
+class Strike(NamedTuple):
+    """A fault whose moment has come."""
+
+    fault: Fault
+    at: str
+    """The action that was done then; empty: it was no action."""
 
 
 class Fate:
@@ -39,24 +35,18 @@ class Fate:
         self.faults, self.machines, self.latency = faults, machines, latency
         for fault in faults.all:
             _check_nodes(fault, nodes)
-        self.struck: list[Fault] = []
+        self.strikes: list[Strike] = []
         self._blows = [fault for fault in faults.all if isinstance(fault, Blow)]
         self._links = [fault for fault in faults.all if isinstance(fault, LinkFault)]
         self._disks = {fault.node: fault.seconds for fault in faults.all if isinstance(fault, SlowDisk)}
         self._times: collections.Counter[int] = collections.Counter()
         self._dice = {i: random.Random(f"{seed} {fault}") for i, fault in enumerate(self._links)}
 
-    @property
-    def missed(self) -> list[Fault]:
-        """Faults whose moment never came."""
-        struck = collections.Counter(map(str, self.struck))
-        return [fault for fault in self.faults.all if not struck[str(fault)]]
-
     def begin(self) -> None:
         """The run starts: faults that strike after a while are set."""
         for blow in self._blows:
             if blow.after_s is not None:
-                strike = functools.partial(self._strike, blow)
+                strike = functools.partial(self._strike, blow, "")
                 asyncio.get_running_loop().call_later(blow.after_s, strike, context=Context())
 
     async def reached(self, node: int, step: int, action: str) -> None:
@@ -64,7 +54,7 @@ class Fate:
         self.machines.history.reached(node, step, action)
         due = [blow for i, blow in enumerate(self._blows) if self._due(i, blow, node, step, action)]
         for blow in due:
-            self._strike(blow)
+            self._strike(blow, action)
         if due:
             await asyncio.sleep(0)  # where it befalls this node, this is as far as it gets
 
@@ -74,8 +64,8 @@ class Fate:
         self._times[number] += 1
         return self._times[number] == blow.nth
 
-    def _strike(self, blow: Blow) -> None:
-        self._mark(blow)
+    def _strike(self, blow: Blow, action: str) -> None:
+        self._mark(blow, action)
         match blow:
             case Kill():
                 self.machines.kill(blow.nodes, silence=blow.silence)
@@ -85,9 +75,9 @@ class Fate:
             case Partition():
                 self.machines.cut_off(frozenset(blow.nodes), blow.seconds)
 
-    def _mark(self, fault: Fault) -> None:
-        if fault not in self.struck:
-            self.struck.append(fault)
+    def _mark(self, fault: Fault, action: str = "") -> None:
+        if all(strike.fault != fault for strike in self.strikes):
+            self.strikes.append(Strike(fault, action))
             self.machines.history.note(None, f"the moment of {fault}")
 
     def disk_s(self, node: int | None) -> float:
