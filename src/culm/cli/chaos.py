@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -119,5 +118,4 @@ def _end(outcomes: Sequence[Outcome], strategies: Sequence[str]) -> None:
     options = "".join(f" --strategy {name}" for name in strategies)
     shown = ", ".join(failed[:10]) + (", ..." if len(failed) > 10 else "")
     say(f"{len(failed)} of {len(outcomes)} seeds failed ({shown}): replay with culm chaos --seed {failed[0]}{options}")
-    sys.stdout.flush()
     raise typer.Exit(1)

@@ -42,6 +42,11 @@ class Simulated:
     """The faults whose moment came, and when."""
 
     @property
+    def evaluations(self) -> dict[int, float]:
+        """The loss of each evaluation, by the step after which it was made."""
+        return {int(step): loss for step, loss in self.summary["evaluations"].items()}
+
+    @property
     def weights_sha256(self) -> str:
         return str(self.summary["weights_sha256"])
 
