@@ -74,7 +74,8 @@ def _progress(total: int) -> Iterator[Any]:
             seen[0] += not outcome.failure
             seen[1] += bool(outcome.failure)
             if outcome.failure:
-                bar.console.print(f"seed {outcome.scenario.seed}: {outcome.failure.splitlines()[0]}", markup=False)
+                told = f"seed {outcome.scenario.seed}: {outcome.failure.splitlines()[0]}"
+                bar.console.print(told, markup=False, highlight=False, soft_wrap=True)
             elif not console.is_terminal and sum(seen) % 100 == 0:
                 console.print(f"{sum(seen)} of {total}, {seen[1]} failed")
             bar.update(task, completed=sum(seen), failed=f"{seen[1]} failed" if seen[1] else "")

@@ -56,7 +56,8 @@ def told(change: Change) -> str:
     if key == "epoch":
         found = letters.decode(value)
         assert isinstance(found, letters.Epoch)
-        return f"epoch {found.number}: members {' '.join(str(member.node) for member in found.members)}"
+        members = (str(member.node) if member else "-" for member in found.members)  # a slot may be empty
+        return f"epoch {found.number}: members {' '.join(members)}"
     if key == "step":
         return f"step {msgspec.msgpack.decode(value)['step']} is committed"
     if key.startswith("nodes/"):
