@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from culm.cluster.blows import Blow, Kill
+from culm.cluster.prepare import Request, prepare
 from culm.cluster.setup import STRATEGIES
 from culm.errors import UsageError
 from culm.job import Job
@@ -102,16 +103,26 @@ def draw(seed: int, strategies: Iterable[str] = ()) -> Scenario:
 def face(scenario: Scenario) -> Outcome:
     """Run a scenario. Never raises for what the run does: whatever is wrong is the failure of the outcome."""
     job = job_of(scenario.features, scenario.exact, scenario.micro_batches)
-    shape = {name: getattr(scenario, name) for name in ("pipelines", "stages", "schedule", "strategy")}
+    learns = tuple(name for name in scenario.features if name != "checkpoints")
+    truth = _truth(learns, scenario.exact, scenario.micro_batches)
     with tempfile.TemporaryDirectory() as folder:
-        kept = {"out": folder, "checkpoint_every": 2} if "checkpoints" in scenario.features else {}
-        learns = tuple(name for name in scenario.features if name != "checkpoints")
-        truth = _truth(learns, scenario.exact, scenario.micro_batches)
         try:
-            run = endure(job, scenario.faults, scenario.seed, truth, **shape, **kept)
+            run = endure(job, prepare(job, _request(scenario, folder)), scenario.faults, scenario.seed, truth)
         except AssertionError as error:
             return Outcome(scenario, failure=str(error))
     return Outcome(scenario, run.strikes, len(run.summary["recoveries"]), history=str(run.history))
+
+
+def _request(scenario: Scenario, folder: str) -> Request:
+    kept = "checkpoints" in scenario.features
+    return Request(
+        pipelines=scenario.pipelines,
+        stages=scenario.stages,
+        schedule=scenario.schedule,
+        strategy=scenario.strategy,
+        out=folder if kept else None,
+        checkpoint_every=2 if kept else 0,
+    )
 
 
 @functools.cache

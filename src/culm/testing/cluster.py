@@ -41,6 +41,11 @@ class Simulated:
     strikes: tuple[Strike, ...] = ()
     """The faults whose moment came, and when."""
 
+    def missed(self, faults: Faults) -> list[str]:
+        """The faults of a schedule whose moment never came."""
+        struck = [strike.fault for strike in self.strikes]
+        return [str(fault) for fault in faults.all if fault not in struck]
+
     @property
     def evaluations(self) -> dict[int, float]:
         """The loss of each evaluation, by the step after which it was made."""
@@ -74,6 +79,21 @@ def simulate(
     a silent node counts as gone. `script` is a coroutine beside the run that may hurt it: see `Cluster.kill`.
     """
     setup = prepare(job, Request(**request))
+    return enact(job, setup, faults=faults, seed=seed, cost=cost, latency=latency, lease_s=lease_s, script=script)
+
+
+def enact(
+    job: Job,
+    setup: Setup,
+    *,
+    faults: Faults = NO_FAULTS,
+    seed: int = 0,
+    cost: Callable[[int, int, str], float] | None = None,
+    latency: float = 0.0,
+    lease_s: float = LEASE_S,
+    script: Script | None = None,
+) -> Simulated:
+    """`simulate` for what has been prepared already: many runs of one setup."""
     cluster = Cluster(job, setup, VirtualClock(cost), MemoryNetwork(latency), faults=faults, seed=seed, lease_s=lease_s)
     before = torch.get_num_threads()
     torch.set_num_threads(job.threads)

@@ -7,11 +7,13 @@ import collections
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import msgspec
 
 from culm.cluster.prepare import Request, prepare
 from culm.schedule import Plan
-from culm.testing.cluster import LEASE_S, Cluster, Simulated, simulate
+from culm.testing.cluster import LEASE_S, Cluster, Simulated, enact
 from culm.testing.draw import draw_faults
 from culm.testing.faults import Faults
 from culm.testing.loop import Deadlock
@@ -19,10 +21,13 @@ from culm.testing.loop import Deadlock
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from culm.cluster.setup import Setup
     from culm.job import Job
     from culm.runtime.state import Snapshot
     from culm.testing.reference import Trained
 
+Cost: TypeAlias = Callable[[int, int, str], float]
+LATENCY_S = 0.001
 PATIENCE_S = 3600.0
 """Virtual seconds without any news in the store: a run in which only heartbeats go on hangs, too."""
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
@@ -44,32 +49,49 @@ def survives(
     *,
     faults: Faults | Iterable[Faults] | None = None,
     seeds: Iterable[int] | None = None,
+    cost: Cost | None = None,
+    latency: float = LATENCY_S,
+    lease_s: float = LEASE_S,
     **request: Any,
 ) -> list[Survived]:
     """Run a job on simulated clusters that are hurt, and check that it learns what the undisturbed run does.
 
     With `exact` the weights and the optimizer state must be the same to the last bit, else within summation error; and
     every sample must have been counted once. `faults` is one schedule or several, and each must strike; None draws
-    one for each of `seeds` (10) that the strategy can survive. The other arguments are those of `simulate`.
+    one for each of `seeds` (10) that the strategy can survive. Actions take random times out of the seed, unless `cost`
+    is given; the other arguments are those of `simulate`.
     Raises AssertionError with the faults, the seed and the history of the run that failed.
     """
-    undisturbed = simulate(job, **_in_own_folder(request, "undisturbed"))
+    setup = prepare(job, Request(**request))
+    undisturbed = enact(job, _in_own_folder(setup, "undisturbed"), latency=latency)
     found = []
-    for number, (schedule, seed) in enumerate(_schedules(job, faults, seeds, request)):
-        run = endure(job, schedule, seed, undisturbed, **_in_own_folder(request, f"run-{number}"))
-        struck = [strike.fault for strike in run.strikes]
-        missed = [str(fault) for fault in schedule.all if fault not in struck]
+    for number, (schedule, seed) in enumerate(_schedules(setup, faults, seeds, lease_s)):
+        own = _in_own_folder(setup, f"run-{number}")
+        run = endure(job, own, schedule, seed, undisturbed, cost=cost, latency=latency, lease_s=lease_s)
+        missed = run.missed(schedule)
         if missed and faults is not None:
             raise AssertionError(f"the moment of {' and '.join(missed)} never came: the run was not hurt by it")
         found.append(Survived(schedule, seed, run))
     return found
 
 
-def endure(job: Job, faults: Faults, seed: int, truth: Simulated | Trained, **arguments: Any) -> Simulated:
+def endure(
+    job: Job,
+    setup: Setup,
+    faults: Faults,
+    seed: int,
+    truth: Simulated | Trained,
+    *,
+    cost: Cost | None = None,
+    latency: float = LATENCY_S,
+    lease_s: float = LEASE_S,
+) -> Simulated:
     """One run with faults, which must come to what another one did. Raises AssertionError with its history."""
-    arguments = {"cost": varied(seed), "latency": 0.001, **arguments}
+    cost = cost or varied(seed)
     try:
-        run = simulate(job, faults=faults, seed=seed, script=_impatient, **arguments)
+        run = enact(
+            job, setup, faults=faults, seed=seed, cost=cost, latency=latency, lease_s=lease_s, script=_impatient
+        )
     except Exception as error:
         history = "\n".join(getattr(error, "__notes__", ()))
         raise AssertionError(f"the run ended with {type(error).__name__}: {error}\n{history}") from error
@@ -125,7 +147,7 @@ def _largest(tensor: Tensor) -> float:
     return tensor.double().abs().max().item() if tensor.numel() else 0.0
 
 
-def varied(seed: int) -> Callable[[int, int, str], float]:
+def varied(seed: int) -> Cost:
     """Virtual seconds for each action, different for each and the same each time: an interleaving for each seed."""
 
     def cost(node: int, step: int, action: str) -> float:
@@ -135,11 +157,10 @@ def varied(seed: int) -> Callable[[int, int, str], float]:
 
 
 def _schedules(
-    job: Job, faults: Faults | Iterable[Faults] | None, seeds: Iterable[int] | None, request: dict[str, Any]
+    setup: Setup, faults: Faults | Iterable[Faults] | None, seeds: Iterable[int] | None, lease_s: float
 ) -> Iterator[tuple[Faults, int]]:
     if faults is None:
-        setup = prepare(job, Request(**{k: v for k, v in request.items() if k in Request.__dataclass_fields__}))
-        plan, lease_s = Plan.from_text(setup.plan), request.get("lease_s", LEASE_S)
+        plan = Plan.from_text(setup.plan)
         for seed in range(10) if seeds is None else seeds:
             dice = random.Random(f"faults {seed}")
             yield draw_faults(dice, plan, strategy=setup.strategy, steps=setup.steps, lease_s=lease_s), seed
@@ -149,9 +170,9 @@ def _schedules(
             yield schedule, seed
 
 
-def _in_own_folder(request: dict[str, Any], name: str) -> dict[str, Any]:
+def _in_own_folder(setup: Setup, name: str) -> Setup:
     """Runs that keep files keep them apart."""
-    return {**request, "out": f"{request['out']}/{name}"} if request.get("out") else request
+    return msgspec.structs.replace(setup, out=f"{setup.out}/{name}") if setup.out else setup
 
 
 async def _impatient(cluster: Cluster) -> None:
