@@ -12,7 +12,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from culm.cluster.prepare import Request, prepare
 from culm.testing import Cluster, Deadlock, VirtualClock, run_virtual, simulate
-from culm.transport.memory import MemoryNetwork
+from culm.transport.memory import MemoryNetwork, Parcel, Passage
 
 from .jobs import job
 
@@ -115,13 +115,13 @@ class Tapped(MemoryNetwork):
         super().__init__(latency)
         self.history: list[tuple[float, str]] = []
 
-    def later(self, action: Any, *arguments: Any) -> None:
+    def depart(self, parcel: Parcel, passage: Passage, action: Any, *arguments: Any) -> None:
         def arrive() -> None:
             at = asyncio.get_running_loop().time()
-            self.history.append((at, f"{action.__qualname__} {_told(arguments)}"))
+            self.history.append((at, f"{parcel} {action.__qualname__} {_told(arguments)}"))
             action(*arguments)
 
-        super().later(arrive)
+        super().depart(parcel, passage, arrive)
 
 
 def _told(arguments: tuple[Any, ...]) -> str:

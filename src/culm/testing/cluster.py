@@ -17,8 +17,16 @@ from culm.cluster.store import MemoryStore
 from culm.job import Job
 from culm.runtime.state import Snapshot
 from culm.runtime.worker import Worker
-from culm.testing.loop import VirtualClock, run_virtual
+from culm.testing.fate import Fate, Strike
+from culm.testing.faults import Faults
+from culm.testing.history import History
+from culm.testing.loop import VirtualClock, run_virtual, virtual_loop
+from culm.testing.machines import Machines
 from culm.transport.memory import MemoryNetwork
+
+NO_FAULTS = Faults()
+LEASE_S = 2.0
+"""After how many seconds a silent node counts as gone: what etcd grants at the least."""
 
 
 @dataclass
@@ -29,6 +37,19 @@ class Simulated:
     losses: list[float] = field(default_factory=list)
     snapshot: Snapshot = field(default_factory=Snapshot)
     virtual_s: float = 0.0
+    history: History = field(default_factory=History)
+    strikes: tuple[Strike, ...] = ()
+    """The faults whose moment came, and when."""
+
+    def missed(self, faults: Faults) -> list[str]:
+        """The faults of a schedule whose moment never came."""
+        struck = [strike.fault for strike in self.strikes]
+        return [str(fault) for fault in faults.all if fault not in struck]
+
+    @property
+    def evaluations(self) -> dict[int, float]:
+        """The loss of each evaluation, by the step after which it was made."""
+        return {int(step): loss for step, loss in self.summary["evaluations"].items()}
 
     @property
     def weights_sha256(self) -> str:
@@ -42,21 +63,45 @@ class Simulated:
 def simulate(
     job: Job,
     *,
+    faults: Faults = NO_FAULTS,
+    seed: int = 0,
     cost: Callable[[int, int, str], float] | None = None,
     latency: float = 0.0,
+    lease_s: float = LEASE_S,
     script: Script | None = None,
     **request: Any,
 ) -> Simulated:
-    """Train a job on a simulated cluster; the arguments are those of `culm.train`. Raises what a real run would.
+    """Train a job on a simulated cluster; the arguments are those of `culm.train`. Raises what a real run would, or
+    Deadlock where a real one would hang; the history of the run is a note of the error.
 
-    `cost` says how many virtual seconds an action of a node takes, `latency` how many anything is on its way, and
-    `script` is a coroutine beside the run that may hurt it: see `Cluster.kill`.
+    `faults` say what befalls the cluster, and `seed` decides what is random about them. `cost` says how many virtual
+    seconds an action of a node takes in a step, `latency` how many anything is on its way, and `lease_s` after how many
+    a silent node counts as gone. `script` is a coroutine beside the run that may hurt it: see `Cluster.kill`.
     """
     setup = prepare(job, Request(**request))
+    return enact(job, setup, faults=faults, seed=seed, cost=cost, latency=latency, lease_s=lease_s, script=script)
+
+
+def enact(
+    job: Job,
+    setup: Setup,
+    *,
+    faults: Faults = NO_FAULTS,
+    seed: int = 0,
+    cost: Callable[[int, int, str], float] | None = None,
+    latency: float = 0.0,
+    lease_s: float = LEASE_S,
+    script: Script | None = None,
+) -> Simulated:
+    """`simulate` for what has been prepared already: many runs of one setup."""
+    cluster = Cluster(job, setup, VirtualClock(cost), MemoryNetwork(latency), faults=faults, seed=seed, lease_s=lease_s)
     before = torch.get_num_threads()
     torch.set_num_threads(job.threads)
     try:
-        return run_virtual(Cluster(job, setup, VirtualClock(cost), MemoryNetwork(latency)).run(script))
+        return run_virtual(cluster.run(script))
+    except Exception as error:
+        error.add_note(f"{faults}, seed {seed}:\n{cluster.history}")
+        raise
     finally:
         torch.set_num_threads(before)
 
@@ -64,18 +109,35 @@ def simulate(
 class Cluster:
     """The nodes of one run, in this process and in virtual time."""
 
-    def __init__(self, job: Job, setup: Setup, clock: VirtualClock, network: MemoryNetwork) -> None:
+    def __init__(
+        self,
+        job: Job,
+        setup: Setup,
+        clock: VirtualClock,
+        network: MemoryNetwork,
+        *,
+        faults: Faults = NO_FAULTS,
+        seed: int = 0,
+        lease_s: float = LEASE_S,
+    ) -> None:
         self.job, self.setup, self.clock, self.network = job, setup, clock, network
         self.store = MemoryStore()
         self.store.write("setup", encode(setup))
         self.workers: dict[int, Worker] = {}
         self._nodes: dict[int, asyncio.Task[None]] = {}
-        self._killed: set[int] = set()
+        self.history = History()
+        self.machines = Machines(network, self.store, self.history, lease_s)
+        self.fate = Fate(faults, self.machines, nodes=setup.nodes, latency=network.latency, seed=seed)
+        clock.hurt, network.way = self.fate, self.fate.way
 
     async def run(self, script: Script | None = None) -> Simulated:
         """From the first node to the result; afterwards nothing of it runs any more."""
         steps = self.store.subscribe("step")
-        self._nodes = {number: asyncio.create_task(self._node(number)) for number in range(self.setup.nodes)}
+        result_at: list[float] = []
+        self.store.listen("", self.history.heard)
+        self.store.listen("result", lambda _: result_at.append(self.clock.now()))
+        self._nodes = {n: virtual_loop().on_node(n, self._node(n)) for n in range(self.setup.nodes)}
+        self.fate.begin()
         scripted = [asyncio.ensure_future(script(self))] if script is not None else []
         running = asyncio.gather(*self._nodes.values())
         both: list[asyncio.Future[Any]] = [running, *scripted]
@@ -92,15 +154,12 @@ class Cluster:
         if result.summary is None:
             raise result.failure()
         losses = [msgspec.msgpack.decode(steps.get_nowait().value or b"")["loss"] for _ in range(steps.qsize())]
-        return Simulated(result.summary, losses, self._snapshot(), self.clock.now())
+        strikes = tuple(self.fate.strikes)
+        return Simulated(result.summary, losses, self._snapshot(), result_at[0], self.history, strikes)
 
     def kill(self, node: int) -> None:
         """Take a node away without notice: nothing is heard of it again, and every connection to it breaks."""
-        self._killed.add(node)
-        self.network.drop(f"agent-{node}")
-        self.network.drop(f"worker-{node}")
-        self._nodes[node].cancel()
-        self.store.end(f"agent-{node}")
+        self.machines.kill([node])
 
     async def committed(self, step: int) -> None:
         """Wait until a step is committed."""
@@ -120,11 +179,11 @@ class Cluster:
                 await endpoint.close()
 
         endpoint = self.network.endpoint(f"agent-{number}")
-        client = self.store.client(f"agent-{number}")
+        client = self.machines.session(number)
         try:
             await Agent(self.job, number, "simulated", endpoint, self.clock, client, start_worker).run()
         except asyncio.CancelledError:
-            if number not in self._killed:
+            if number not in self.machines.gone:
                 raise
         finally:
             self.store.end(f"agent-{number}")
@@ -133,10 +192,10 @@ class Cluster:
     def _snapshot(self) -> Snapshot:
         """The model, each layer from its first holder."""
         found = Snapshot()
-        alive = {number: worker for number, worker in self.workers.items() if number not in self._killed}
-        for worker in reversed(list(alive.values())):
+        for node, worker in sorted(self.workers.items(), reverse=True):
             for holding in worker.desk.holdings.values() if worker.desk is not None else ():
-                found.update(holding.state.snapshot())
+                if node not in self.machines.gone:
+                    found.update(holding.state.snapshot())
         return found.copy()
 
 

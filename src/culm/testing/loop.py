@@ -1,14 +1,23 @@
-"""Virtual time: an asyncio event loop whose clock jumps to the next timer when nobody has anything to do."""
+"""Virtual time: an asyncio event loop whose clock jumps to the next timer when nobody has anything to do.
+
+Code that runs in the loop may belong to a node. Then it can be made to stand still, as SIGSTOP does it, and to end.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import selectors
-from collections.abc import Callable, Coroutine
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine
+from contextvars import Context, ContextVar, copy_context
+from dataclasses import dataclass
+from typing import Any, ParamSpec, Protocol, TypeVar, TypeVarTuple, Unpack
+from weakref import WeakKeyDictionary
 
 A = ParamSpec("A")
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+_node: ContextVar[int | None] = ContextVar("node", default=None)
 
 
 class Deadlock(Exception):
@@ -29,6 +38,25 @@ class _NoWaiting(selectors.SelectSelector):
         return []
 
 
+@dataclass(slots=True, eq=False)
+class _Call:
+    """A callback of a node: run when its turn comes, unless the node stands still then."""
+
+    loop: VirtualLoop
+    node: int
+    callback: Callable[..., object]
+    arguments: tuple[Any, ...]
+    context: Context
+    handle: asyncio.Handle | None = None
+
+    def __call__(self) -> None:
+        held = self.loop.held.get(self.node)
+        if held is not None:
+            held.append(self)
+        elif self.handle is None or not self.handle.cancelled():  # it may have been called off while it was held
+            self.callback(*self.arguments)
+
+
 class VirtualLoop(asyncio.SelectorEventLoop):
     """Deterministic: callbacks run in the order in which they were asked for, timers in the order of their time.
 
@@ -37,10 +65,72 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def __init__(self) -> None:
         self._virtual = [0.0]
+        self._tasks: WeakKeyDictionary[asyncio.Task[Any], int] = WeakKeyDictionary()
+        self.held: dict[int, list[_Call]] = {}
+        """What nodes that stand still would do now, in order."""
         super().__init__(_NoWaiting(self._virtual))
 
     def time(self) -> float:
         return self._virtual[0]
+
+    def on_node(self, node: int, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run a coroutine as code of a node; whatever it starts belongs to the node too."""
+        context = copy_context()
+        context.run(_node.set, node)
+        return self.create_task(work, context=context)
+
+    def pause(self, node: int) -> None:
+        """From now on no code of the node runs. What comes for it waits."""
+        self.held.setdefault(node, [])
+
+    def resume(self, node: int) -> None:
+        """The node goes on where it stood, with all that has come meanwhile."""
+        for call in self.held.pop(node, ()):
+            super().call_soon(call, context=call.context)
+
+    def end(self, node: int) -> None:
+        """All that runs on the node is cancelled at once: none of it takes another step but to tidy up."""
+        for task in [task for task, owner in self._tasks.items() if owner == node]:
+            task.cancel()
+        self.resume(node)
+
+    def create_task(self, coro: Any, **options: Any) -> asyncio.Task[Any]:
+        task = super().create_task(coro, **options)
+        context = options.get("context")
+        node = _node.get() if context is None else context.get(_node)
+        if node is not None:
+            self._tasks[task] = node
+        return task
+
+    def call_soon(
+        self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.Handle:
+        call = self._owned(callback, args, context)
+        if call is None:
+            return super().call_soon(callback, *args, context=context)
+        call.handle = super().call_soon(call, context=call.context)
+        return call.handle
+
+    def call_at(
+        self, when: float, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        call = self._owned(callback, args, context)
+        if call is None:
+            return super().call_at(when, callback, *args, context=context)
+        call.handle = timer = super().call_at(when, call, context=call.context)
+        return timer
+
+    def _owned(self, callback: Any, args: tuple[Any, ...], context: Context | None) -> _Call | None:
+        context = copy_context() if context is None else context
+        node = context.get(_node)
+        return None if node is None else _Call(self, node, callback, args, context)
+
+
+def virtual_loop() -> VirtualLoop:
+    """The loop that the caller runs in, which has to be a virtual one."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualLoop), "a simulated cluster lives in virtual time: use run_virtual"
+    return loop
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
@@ -49,11 +139,22 @@ def run_virtual(main: Coroutine[Any, Any, T]) -> T:
         return runner.run(main)
 
 
+class Hurt(Protocol):
+    """What may befall a node while it works."""
+
+    def reached(self, node: int, step: int, action: str) -> Awaitable[None]:
+        """A node has done an action and nobody knows of it yet. May not return: the node is gone, or stands still."""
+
+    def disk_s(self, node: int | None) -> float:
+        """How long a call of the outside takes on a node."""
+
+
 class VirtualClock:
-    """The clock of a simulated cluster. `cost` says how many virtual seconds an action of a node takes."""
+    """The clock of a simulated cluster. `cost` says how many virtual seconds an action of a node in a step takes."""
 
     def __init__(self, cost: Callable[[int, int, str], float] | None = None) -> None:
         self._cost = cost or (lambda *_: 0.0)
+        self.hurt: Hurt | None = None
 
     def now(self) -> float:
         return asyncio.get_running_loop().time()
@@ -63,7 +164,9 @@ class VirtualClock:
 
     async def work(self, node: int, step: int, action: str) -> None:
         await asyncio.sleep(self._cost(node, step, action))
+        if self.hurt is not None:
+            await self.hurt.reached(node, step, action)
 
     async def aside(self, slow: Callable[A, T], *args: A.args, **kwargs: A.kwargs) -> T:
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.0 if self.hurt is None else self.hurt.disk_s(_node.get()))
         return slow(*args, **kwargs)

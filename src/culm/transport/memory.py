@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import collections
+import heapq
+import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextvars import Context
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,17 +17,44 @@ from culm.transport.base import Address, Key, Letter, Mailbox, Tensors
 from culm.transport.wire import in_one_piece
 
 
+class Parcel(NamedTuple):
+    """Something on its way from one endpoint to another. A sum comes from each of the others; a loss is an end."""
+
+    source: Address
+    target: Address
+    kind: Literal["frame", "letter", "sum", "loss"]
+    size: int = 0
+    """Bytes."""
+
+
+class Passage(NamedTuple):
+    """How a parcel travels."""
+
+    seconds: float
+    in_order: bool = True
+    """Not before what was sent earlier over the same connection."""
+
+
+Way: TypeAlias = Callable[[Parcel], Passage | None]
+"""How a parcel travels; None: it never arrives, and nobody is told."""
+
+
 class MemoryNetwork:
     """All endpoints of a simulated cluster. `latency` is the virtual seconds that anything takes to arrive.
 
-    What is sent first arrives first, over the whole network.
+    What is sent first arrives first, over the whole network; where `way` says otherwise, at least over a connection.
     """
 
     def __init__(self, latency: float = 0.0) -> None:
         self.latency = latency
+        self.way: Way = lambda _: Passage(latency)
         self.endpoints: dict[Address, MemoryTransport] = {}
-        self._way: collections.deque[Callable[[], None]] = collections.deque()
+        self._travelling: list[tuple[float, int, Parcel, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        self._latest: dict[tuple[Address, Address], float] = {}
+        self._silenced: set[Address] = set()
         self._sums: dict[tuple[Key, int], _Sum] = {}
+        self._context = Context()  # what travels belongs to no node: it arrives though its sender may stand still
 
     def endpoint(self, address: Address) -> MemoryTransport:
         """A new endpoint; an address is used once."""
@@ -33,37 +62,86 @@ class MemoryNetwork:
         made = self.endpoints[address] = MemoryTransport(self, address)
         return made
 
-    def drop(self, address: Address) -> None:
-        """The endpoint is gone: everyone who knew it sees the connection break, and nothing of it is heard again."""
+    def drop(self, address: Address, *, silence: bool = False) -> None:
+        """The endpoint is gone: everyone who knew it sees the connection break, and nothing of it is heard again.
+
+        What it had sent still arrives, as the kernel of its machine sees to it; with `silence` the machine is gone too.
+        """
         gone = self.endpoints.pop(address, None)
         if gone is None:
             return
         for known in sorted(gone.known):
             if known in self.endpoints:
                 self.endpoints[known].lose(address)
-        for pending in self._sums.values():
-            if address in pending.members:
-                self.later(pending.break_off, address)
+        self._break_sums(address, lambda member: member != address)
+        if silence:
+            self._silenced.add(address)
 
-    def later(self, action: Callable[..., None], *arguments: Any) -> None:
-        """Do something after the latency. Timers of one moment have no order of their own: the queue gives them one."""
-        self._way.append(lambda: action(*arguments))
-        asyncio.get_running_loop().call_later(self.latency, self._arrive)
+    def sever(self, one: Address, other: Address) -> None:
+        """The connection between two endpoints breaks: both see it, once, and never hear of each other again."""
+        for here, there in ((one, other), (other, one)):
+            if here in self.endpoints and there in self.endpoints[here].known:
+                self.endpoints[here].lose(there)
+            self._break_sums(there, here.__eq__)
+
+    def _break_sums(self, gone: Address, concerned: Callable[[Address], bool]) -> None:
+        for pending in self._sums.values():
+            if gone in pending.members:
+                for member in filter(concerned, pending.members):
+                    self.carry(Parcel(gone, member, "loss"), pending.break_off, member, gone)
+
+    def carry(self, parcel: Parcel, arrive: Callable[..., None], *arguments: Any) -> bool:
+        """Do something when a parcel arrives; False: it never will."""
+        passage = self.way(parcel)
+        if passage is not None:
+            self.depart(parcel, passage, arrive, *arguments)
+        return passage is not None
+
+    def depart(self, parcel: Parcel, passage: Passage, arrive: Callable[..., None], *arguments: Any) -> None:
+        """Do something when a parcel with this passage arrives."""
+        loop = asyncio.get_running_loop()
+        when = loop.time() + passage.seconds
+        if passage.in_order:
+            link = (parcel.source, parcel.target)
+            when = self._latest[link] = max(when, self._latest.get(link, when))
+        # Timers of one moment have no order of their own: the number gives them one.
+        heapq.heappush(self._travelling, (when, next(self._numbers), parcel, lambda: arrive(*arguments)))
+        loop.call_at(when, self._arrive, context=self._context)
 
     def _arrive(self) -> None:
-        self._way.popleft()()
+        _, _, parcel, arrive = heapq.heappop(self._travelling)
+        if parcel.kind == "loss" or parcel.source not in self._silenced:
+            arrive()
 
     async def add(self, key: Key, turn: int, members: Sequence[Address], me: Address, tensor: Tensor) -> None:
-        """Contribute to a sum; it is made in the order of the members when all have contributed."""
+        """Contribute to a sum. It is made in the order of the members when all have contributed, and each gets it in
+        its own time: one may have it while another sees it break off."""
         pending = self._sums.setdefault((key, turn), _Sum(members))
         pending.parts[me] = tensor
-        gone = [member for member in members if member not in self.endpoints]
+        gone = [member for member in members if not self._hears(me, member)]
         if gone:
-            pending.break_off(gone[0])
+            pending.break_off(me, gone[0])
         elif len(pending.parts) == len(members):
-            del self._sums[key, turn]
-            self.later(pending.finish)
-        tensor.copy_(await asyncio.shield(pending.done))
+            self._hand_out(pending)
+        try:
+            tensor.copy_(await pending.arrived[me])
+        finally:
+            pending.left.add(me)
+            if len(pending.left) == len(members):
+                self._sums.pop((key, turn), None)
+
+    def _hears(self, me: Address, member: Address) -> bool:
+        return member in self.endpoints and (me not in self.endpoints or member not in self.endpoints[me].lost)
+
+    def _hand_out(self, pending: _Sum) -> None:
+        """A member has the sum when the slowest of the others has been heard, and never if one of them can not be."""
+        total = pending.total()
+        for member in pending.members:
+            parcels = [Parcel(other, member, "sum", total.nbytes) for other in pending.members if other != member]
+            passages = [(passage, parcel) for parcel in parcels if (passage := self.way(parcel)) is not None]
+            if len(passages) == len(parcels):
+                passage, parcel = max(passages)
+                self.depart(parcel, passage, pending.arrive, member, total)
 
 
 class _Sum:
@@ -72,17 +150,22 @@ class _Sum:
     def __init__(self, members: Sequence[Address]) -> None:
         self.members = members
         self.parts: dict[Address, Tensor] = {}
-        self.done: asyncio.Future[Tensor] = asyncio.get_running_loop().create_future()
+        self.left: set[Address] = set()
+        self.arrived = {member: asyncio.get_running_loop().create_future() for member in members}
 
-    def finish(self) -> None:
-        if not self.done.done():
-            first, *others = (self.parts[member] for member in self.members)
-            self.done.set_result(sum(others, start=first.clone()))
+    def total(self) -> Tensor:
+        first, *others = (self.parts[member] for member in self.members)
+        return sum(others, start=first.clone())
 
-    def break_off(self, gone: Address) -> None:
-        if not self.done.done():
-            self.done.set_exception(NodeLost(f"a sum over {len(self.members)} workers broke off: {gone} is gone"))
-            self.done.exception()  # members that were cancelled do not ask any more
+    def arrive(self, member: Address, total: Tensor) -> None:
+        if not self.arrived[member].done():
+            self.arrived[member].set_result(total)
+
+    def break_off(self, member: Address, gone: Address) -> None:
+        done = self.arrived[member]
+        if not done.done():
+            done.set_exception(NodeLost(f"a sum over {len(self.members)} workers broke off: {gone} is gone"))
+            done.exception()  # members that were cancelled do not ask any more
 
 
 class MemoryTransport:
@@ -94,25 +177,27 @@ class MemoryTransport:
         self.mailbox = Mailbox()
         self.letters: asyncio.Queue[Letter] = asyncio.Queue()
         self.known: set[Address] = set()
-        self._lost: set[Address] = set()
+        self.lost: set[Address] = set()
 
     def send(self, to: Address, key: Key, tensors: Sequence[Tensor | None]) -> None:
         copies = tuple(_copied(t) for t in tensors)
         peer = self._meet(to)
         if peer is not None:
-            self.network.later(peer.mailbox.put, key, copies)
+            size = sum(t.nbytes for t in copies if t is not None)
+            self.network.carry(Parcel(self.address, to, "frame", size), peer.mailbox.put, key, copies)
 
     def post(self, to: Address, body: bytes) -> None:
         peer = self._meet(to)
         if peer is not None:
-            self.network.later(peer.letters.put_nowait, Letter(self.address, body))
+            letter = Letter(self.address, body)
+            self.network.carry(Parcel(self.address, to, "letter", len(body)), peer.letters.put_nowait, letter)
 
     def _meet(self, to: Address) -> MemoryTransport | None:
         """The other end; None where one of the two is gone."""
         if self.network.endpoints.get(self.address) is not self:
             return None
         peer = self.network.endpoints.get(to)
-        if peer is None or to in self._lost:
+        if peer is None or to in self.lost:
             self.lose(to)
             return None
         self.known.add(to)
@@ -120,10 +205,11 @@ class MemoryTransport:
         return peer
 
     def lose(self, peer: Address) -> None:
-        """The connection broke: said once."""
-        if peer not in self._lost:
-            self._lost.add(peer)
-            self.network.later(self.letters.put_nowait, Letter(peer, None))
+        """The connection broke: said once, if the news gets through at all."""
+        if peer not in self.lost and self.network.carry(
+            Parcel(peer, self.address, "loss"), self.letters.put_nowait, Letter(peer, None)
+        ):
+            self.lost.add(peer)
 
     def busy(self, computing: bool) -> None:
         pass
@@ -162,7 +248,8 @@ class MemoryGroup:
         if self._left:
             raise EpochClosed("the group was left")
         turn, self._turn = self._turn, self._turn + 1
-        await self._network.add(self._key, turn, self._members, self._me, tensor)
+        if len(self._members) > 1:
+            await self._network.add(self._key, turn, self._members, self._me, tensor)
 
     def close(self) -> None:
         self._left = True

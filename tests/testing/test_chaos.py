@@ -1,0 +1,154 @@
+"""Random runs that go wrong in random ways: each is survived, each can be had again, and a failure would be seen."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from culm.cli import main
+from culm.cluster.setup import STRATEGIES
+from culm.errors import UsageError
+from culm.testing import Trained, chaos
+from culm.testing.chaos import FEATURES, SHAPES, Outcome, covered, draw, face, job_of, known
+
+BATCH = 20
+
+
+@pytest.mark.parametrize("batch", range(10))
+def test_every_seed_is_survived(batch: int) -> None:
+    outcomes = [face(draw(seed)) for seed in range(batch * BATCH, (batch + 1) * BATCH)]
+    failures = [f"{outcome.scenario}\n{outcome.failure}" for outcome in outcomes if outcome.failure]
+    assert not failures, f"replay with culm chaos --seed K\n{failures[0]}"
+
+
+def test_a_seed_is_a_run_that_can_be_had_again() -> None:
+    for seed in range(100, 106):
+        one, other = (face(draw(seed)) for _ in range(2))
+        assert one == other
+        assert one.history
+
+
+def test_seeds_are_drawn_from_all_there_is() -> None:
+    drawn = [draw(seed) for seed in range(300)]
+    assert {(scenario.pipelines, scenario.stages) for scenario in drawn} == set(SHAPES)
+    assert {scenario.schedule for scenario in drawn} == {"gpipe", "1f1b", "zb"}
+    assert {scenario.strategy for scenario in drawn} == set(known())
+    assert {name for scenario in drawn for name in scenario.features} == set(FEATURES)
+    assert {scenario.exact for scenario in drawn} == {True, False}
+    assert len({str(scenario.faults) for scenario in drawn}) > 250
+
+
+def test_strategies_can_be_chosen_among_those_there_are() -> None:
+    assert known() == tuple(name for name in STRATEGIES if name in ("none", "shadow", "shadow-lazy", "reroute"))
+    assert {draw(seed, ["none"]).strategy for seed in range(20)} == {"none"}
+    with pytest.raises(UsageError, match="--strategy 'auto' is nothing that chaos knows: use none"):
+        known(["auto"])
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_every_feature_makes_a_job_of_its_own(feature: str) -> None:
+    plain, with_it = job_of((), True, 4), job_of((feature,), True, 4)
+    different = [
+        name
+        for name in ("clip_norm", "tied", "loss", "precision", "evaluate_every")
+        if getattr(plain, name) != getattr(with_it, name)
+    ]
+    factories = [i for i, (a, b) in enumerate(zip(plain.layers, with_it.layers, strict=True)) if a is not b]
+    assert len(different) + len(factories) == (0 if feature == "checkpoints" else 1)
+
+
+def test_what_was_covered_counts_only_what_struck() -> None:
+    outcomes = [face(draw(seed, ["none"])) for seed in range(12)]
+    counts = covered(outcomes)
+    assert counts["strategy"] == {"none": 12}
+    assert sum(counts["shape"].values()) == sum(counts["schedule"].values()) == sum(counts["result"].values()) == 12
+    assert sum(counts["fault"].values()) == sum(len(outcome.strikes) for outcome in outcomes)
+    assert covered([Outcome(draw(0))])["fault"] == {}
+
+
+# The command
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as end:
+        main(["chaos", *arguments])
+    shown = capsys.readouterr()
+    assert isinstance(end.value.code, int)
+    return end.value.code, shown.out, shown.err
+
+
+def test_the_command_ends_with_a_table_of_what_was_covered(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "--seeds", "3")
+    assert code == 0
+    assert "3 of 3 seeds survived" in out
+    assert all(name in out for name in ("strategy", "shape", "schedule", "fault"))
+    assert "failed" not in err
+
+
+def test_as_json_it_prints_one_object_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--seeds", "3", "--json", "--strategy", "none")
+    found = json.loads(out)
+    assert code == 0
+    assert (found["seeds"], found["survived"], found["failed"]) == (3, 3, [])
+    assert found["covered"]["strategy"] == {"none": 3}
+    assert found["wall_s"] > 0
+
+
+def test_a_seed_is_replayed_with_its_history(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--seed", "7")
+    assert code == 0
+    assert out.startswith(f"{draw(7)}\nsurvived, with ")
+    assert "epoch 1: members" in out
+
+
+@pytest.fixture
+def wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The single process is said to come to something else: now every run is wrong."""
+    right = chaos._truth
+
+    def truth(*key: Any) -> Trained:
+        found = right(*key)
+        parameters = {name: value + 1 for name, value in found.snapshot.parameters.items()}
+        snapshot = type(found.snapshot)(parameters, found.snapshot.buffers, found.snapshot.moments)
+        return Trained(found.losses, found.evaluations, snapshot, "", "")
+
+    monkeypatch.setattr(chaos, "_truth", truth)
+
+
+@pytest.mark.usefixtures("wrong")
+def test_a_run_that_came_to_something_else_is_a_failure_with_its_seed(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "--seeds", "2", "--strategy", "none", "--json")
+    found = json.loads(out)
+    assert code == 1
+    assert found["survived"] == 0
+    assert [failed["seed"] for failed in found["failed"]] == [0, 1]
+    assert "epoch 1: members" in found["failed"][0]["failure"]
+    assert "culm: 2 of 2 seeds failed (0, 1): replay with culm chaos --seed 0 --strategy none" in err
+
+
+@pytest.mark.usefixtures("wrong")
+def test_a_failure_is_replayed_with_what_is_wrong_and_what_led_there(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--seed", "1")
+    assert code == 1
+    assert "the state is not the same to the last bit" in out or "is off by" in out
+    assert "was last at" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--seeds", "0"], "culm: --seeds is 0: use a whole number of at least 1"),
+        (["--seed", "-1"], "culm: --seed is -1: use a whole number of at least 0"),
+        (["--seed", "1", "--seeds", "2"], "culm: --seed 1 replays one and --seeds 2 tries many: give one of them"),
+        (["--strategy", "hope"], "culm: --strategy 'hope' is nothing that chaos knows: use "),
+    ],
+)
+def test_a_wrong_request_is_refused_in_a_sentence(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str
+) -> None:
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith(sentence)
+    assert err.count("\n") == 1

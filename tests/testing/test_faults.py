@@ -1,0 +1,241 @@
+"""A schedule of faults is a value that says itself, and refuses what has no sense."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from culm.errors import UsageError
+from culm.schedule import generate
+from culm.testing import Faults, Kill
+from culm.testing.draw import bearable, draw_faults, holders
+
+EVERYTHING = (
+    Faults()
+    .kill(node=2, at="1B3", step=5)
+    .kill((1, 2), after_s=0.25, silence=True)
+    .kill(0, at="standing", nth=2)
+    .kill(1, step=3, nth=7)
+    .pause(0, at="0S+", step=2, seconds=0.5)
+    .partition((1, 3), at="commit", seconds=5)
+    .lose(0, 1, nth=3, kind="letter")
+    .late(1, 0, seconds=2)
+    .reorder(seed=7)
+    .slow_link(target=2, latency=0.1, seconds_per_byte=1e-6)
+    .slow_disk(1, seconds=3)
+)
+
+
+def test_a_schedule_prints_as_the_code_that_makes_it() -> None:
+    text = str(EVERYTHING)
+    assert text.startswith("Faults().kill(node=2, at='1B3', step=5).kill(node=(1, 2), after_s=0.25, silence=True)")
+    assert eval(text) == EVERYTHING
+
+
+def test_adding_a_fault_leaves_the_schedule_as_it_was() -> None:
+    one = Faults().kill(0, step=1)
+    one.kill(1, step=1)
+    assert str(one) == "Faults().kill(node=0, step=1)"
+    assert one + Faults().reorder() == one.reorder()
+
+
+@pytest.mark.parametrize(
+    ("moment", "action", "strikes"),
+    [
+        ({"at": "1B3"}, "1B3", True),
+        ({"at": "1B3"}, "1W3", True),  # under split backward B means the W
+        ({"at": "1B3"}, "1I3", False),
+        ({"at": "1B3"}, "1B31", False),
+        ({"at": "1W3"}, "1B3", False),
+        ({"at": "1S"}, "1S+", False),
+        ({"at": "1S+"}, "1S+", True),
+        ({"at": "standing"}, "standing", True),
+        ({"at": "evaluate 1F0"}, "1F0", False),
+        ({"at": "evaluate 1F0"}, "evaluate 1F0", True),
+        ({"step": 4}, "0F0", True),
+        ({"step": 5}, "0F0", False),
+        ({"after_s": 1.0}, "0F0", False),
+    ],
+)
+def test_a_moment_is_an_action_of_a_step_of_a_node(moment: dict[str, object], action: str, strikes: bool) -> None:
+    kill = Kill(node=(2, 3), **moment)  # type: ignore[arg-type]
+    assert kill.matches(3, 4, action) is strikes
+    assert not kill.matches(1, 4, action)
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: Faults().kill(2), "kill of node 2 has no moment: give at=, step= or after_s="),
+        (lambda: Faults().kill(2, at="1B3", after_s=1), "kill of node 2 has two moments"),
+        (lambda: Faults().kill(2, at="1X3"), "kill: at is '1X3': '1X3' is not an action"),
+        (lambda: Faults().kill(2, at="1F"), "kill: at is '1F': '1F' has no micro-batch: write 1F0"),
+        (lambda: Faults().kill(2, at="1R+"), "only the optimizer step has a moment after it"),
+        (lambda: Faults().pause(2, at="evaluate 1B0", seconds=1), "an evaluation has forward passes only"),
+        (lambda: Faults().kill(-1, step=0), "kill: node is -1: use a number from 0 on"),
+        (lambda: Faults().kill((), step=0), r"kill: node is \(\): use a number from 0 on"),
+        (lambda: Faults().kill(2, step=0, nth=0), "kill: nth is 0: the first time is 1"),
+        (lambda: Faults().pause(2, step=0, seconds=-1), "pause: -1 is no duration"),
+        (lambda: Faults().partition(2, step=0, seconds=float("nan")), "partition: nan is no duration"),
+        (lambda: Faults().slow_disk(2, seconds=float("inf")), "slow_disk: inf is no duration"),
+    ],
+)
+def test_what_has_no_sense_is_refused_in_a_sentence(make: object, sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        make()  # type: ignore[operator]
+
+
+# --kill
+
+
+@pytest.mark.parametrize(
+    ("text", "kill"),
+    [
+        ("node=3 step=5 at=2B1", Kill(node=3, step=5, at="2B1")),
+        ("  at=2B1   node=3 ", Kill(node=3, at="2B1")),
+        ("node=0 step=0", Kill(node=0, step=0)),
+        ("node=1,2 step=7 at=1S nth=2", Kill(node=(1, 2), step=7, at="1S", nth=2)),
+        ("node=0 at=commit step=3", Kill(node=0, step=3, at="commit")),
+    ],
+)
+def test_a_kill_can_be_written_on_a_command_line(text: str, kill: Kill) -> None:
+    assert Kill.parse(text) == kill
+    assert Kill.parse(kill.text) == kill
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", "names no node"),
+        ("step=5 at=2B1", 'names no node: write it as in "node=3 step=5 at=2B1"'),
+        ("node=3", "does not say when: add step=5, at=2B1, or both"),
+        ("3 5 2B1", "has '3'"),
+        ("node=3 when=5", "has 'when=5'"),
+        ("node=3 node=4 step=1", "says node twice"),
+        ("node=three step=1", "has node=three: use a whole number from 0 on"),
+        ("node=1,,2 step=1", "has node=1,,2"),
+        ("node=-1 step=1", "has node=-1"),
+        ("node=1 step=1.5", "has step=1.5"),
+        ("node=3 step=5 at=B1", "at is 'B1': 'B1' is not an action"),
+        ("node=3 step=5 at=2SEND_F1", "is communication"),
+        ("node=3 step=5 nth=0", "nth is 0"),
+    ],
+)
+def test_a_kill_that_can_not_be_read_is_refused_with_its_text_and_the_fix(text: str, sentence: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        Kill.parse(text)
+    assert str(caught.value).startswith(f"--kill {text!r}")
+    assert sentence in str(caught.value)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.text(max_size=30) | st.lists(st.sampled_from(["node=1", "step=2", "at=2F0", "nth=2", "x", "="])).map(" ".join)
+)
+def test_whatever_is_written_gives_a_kill_or_a_usage_error(text: str) -> None:
+    try:
+        kill = Kill.parse(text)
+    except UsageError:
+        return
+    assert Kill.parse(kill.text) == kill
+
+
+PLAN = generate("1f1b", pipelines=2, stages=3, micro_batches=4)
+
+
+def test_a_kill_without_an_action_gets_one_that_the_node_runs_from_the_seed() -> None:
+    kill = Kill.parse("node=4 step=1")
+    chosen = [kill.settled(PLAN, steps=3, seed=seed).at for seed in range(40)]
+    assert chosen == [kill.settled(PLAN, steps=3, seed=seed).at for seed in range(40)]
+    assert set(chosen) <= set(map(str, PLAN.workers[4]))
+    assert len(set(chosen)) > 3
+
+
+def test_an_action_that_the_node_runs_is_left_as_it_is() -> None:
+    split = generate("zb", pipelines=1, stages=2, micro_batches=4)
+    for text in ("node=1 at=1W3", "node=1 at=1B3", "node=1 at=1S+", "node=1 at=adopt", "node=0 at=commit step=2"):
+        assert Kill.parse(text).settled(split, steps=3) == Kill.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("node=6 step=0 at=0F0", "there is no node 6: the last one is 5"),
+        ("node=1 step=3 at=1F0", "there is no step 3: the last one is 2"),
+        ("node=1 step=0 at=2F0", "node 1 never runs 2F0: name one of its actions, 1F0 1F1 1B0 1B1 1R 1S"),
+        ("node=1 step=0 at=1F3", "node 1 never runs 1F3"),
+        ("node=1 step=0 at=1W0", "node 1 never runs 1W0"),
+    ],
+)
+def test_a_kill_that_could_never_happen_is_refused(text: str, sentence: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        Kill.parse(text).settled(PLAN, steps=3)
+    assert str(caught.value).startswith(f"--kill {text!r}: ")
+    assert sentence in str(caught.value)
+
+
+# Schedules out of a seed
+
+
+def test_holders_are_the_owners_and_under_shadow_their_predecessors() -> None:
+    assert holders("reroute", 2, 3, 1) == {1, 4}
+    assert holders("shadow", 2, 3, 1) == {1, 4, 0, 3}
+    assert holders("shadow-lazy", 1, 3, 0) == {0, 2}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "shape", "lost", "can"),
+    [
+        ("none", (2, 3), [], True),
+        ("none", (2, 3), [0], False),
+        ("reroute", (2, 3), [0, 4, 2], True),
+        ("reroute", (2, 3), [1, 4], False),
+        ("reroute", (1, 3), [1], False),
+        ("shadow", (1, 3), [1], True),
+        ("shadow", (1, 3), [1, 2], False),
+        ("shadow", (2, 3), [1, 4], True),
+        ("shadow", (2, 3), [0, 1, 3, 4], False),
+    ],
+)
+def test_a_loss_can_be_borne_while_every_stage_has_a_holder(
+    strategy: str, shape: tuple[int, int], lost: list[int], can: bool
+) -> None:
+    assert bearable(strategy, *shape, lost) is can
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from(["none", "reroute", "shadow", "shadow-lazy"]),
+    st.sampled_from([(1, 1), (1, 3), (2, 1), (2, 3), (3, 2)]),
+    st.sampled_from(["1f1b", "zb"]),
+)
+def test_drawn_faults_come_from_the_seed_and_can_be_borne(
+    seed: int, strategy: str, shape: tuple[int, int], schedule: str
+) -> None:
+    plan = generate(schedule, pipelines=shape[0], stages=shape[1], micro_batches=6)
+    first, second = (draw_faults(random.Random(seed), plan, strategy=strategy, steps=4, lease_s=2.0) for _ in range(2))
+    assert first == second
+    assert 1 <= len(first.all) <= 4
+    lost = {node for fault in first.all for node in _lost_by(fault)}
+    assert bearable(strategy, *shape, lost)
+
+
+def _lost_by(fault: object) -> tuple[int, ...]:
+    """The nodes that a fault takes away: by a kill, or by a silence that is longer than the lease."""
+    if isinstance(fault, Kill):
+        return fault.nodes
+    return getattr(fault, "nodes", ()) if getattr(fault, "seconds", 0.0) > 2.0 else ()
+
+
+def test_drawn_faults_are_of_all_kinds() -> None:
+    drawn = [draw_faults(random.Random(seed), PLAN, strategy="shadow", steps=4, lease_s=2.0) for seed in range(300)]
+    words = {fault.word for faults in drawn for fault in faults.all}
+    assert words == {"kill", "pause", "partition", "late", "slow_link", "slow_disk", "reorder"}
+    kills = [fault for faults in drawn for fault in faults.all if isinstance(fault, Kill)]
+    assert any(len(kill.nodes) > 1 for kill in kills)
+    assert {"standing", "adopt", "commit"} <= {kill.at for kill in kills}
+    assert any(kill.silence for kill in kills)

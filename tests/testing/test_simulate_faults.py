@@ -1,0 +1,154 @@
+"""Faults on a whole simulated cluster: they strike where they are told to, the same way twice, and leave a trace."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from culm.errors import NodeLost, RunError, UsageError
+from culm.testing import Deadlock, Faults, Simulated, reference, simulate
+
+from .jobs import job
+
+
+def hurt(faults: Faults, **arguments: Any) -> Simulated:
+    given = {"pipelines": 2, "stages": 2, "cost": lambda *_: 0.01, "latency": 0.001, **arguments}
+    return simulate(job(), faults=faults, **given)
+
+
+HARMLESS = {
+    "a short pause": Faults().pause(1, at="1B0", step=1, seconds=1.5),
+    "the leader pauses": Faults().pause(0, at="0F1", step=1, seconds=1.5),
+    "all pause at once": Faults().pause((0, 1, 2, 3), after_s=0.1, seconds=1.5),
+    "one pause after the other": Faults().pause(2, at="0F2", seconds=1.5).pause(2, at="0B2", seconds=1.5),
+    "late": Faults().late(0, 1, seconds=3.0, nth=5).late(3, 2, seconds=1.0),
+    "reordered": Faults().reorder(seconds=0.5),
+    "slow links": Faults().slow_link(0, 1, latency=0.1).slow_link(2, seconds_per_byte=1e-3),
+}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb"])
+@pytest.mark.parametrize("name", HARMLESS)
+def test_what_only_takes_time_changes_nothing_but_time(name: str, schedule: str) -> None:
+    """Under split backward a B means the W: each fault strikes under both schedules."""
+    quiet, found = hurt(Faults(), schedule=schedule), hurt(HARMLESS[name], schedule=schedule)
+    assert found.state_sha256 == quiet.state_sha256 == reference(job()).state_sha256
+    assert found.losses == quiet.losses
+    assert {strike.fault for strike in found.strikes} == set(HARMLESS[name].all)
+    assert found.virtual_s > quiet.virtual_s
+
+
+def test_reordering_comes_from_the_seed_alone() -> None:
+    times = [hurt(Faults().reorder(seconds=0.5), seed=seed).virtual_s for seed in (0, 0, 1)]
+    assert times[0] == times[1] != times[2]
+
+
+FATAL = {
+    "killed": Faults().kill(1, at="1B0", step=1),
+    "killed with its machine": Faults().kill(1, at="1F1", step=1, silence=True),
+    "killed after a while": Faults().kill(1, after_s=0.1),
+    "killed at its third action of a step": Faults().kill(1, step=1, nth=3),
+    "paused for too long": Faults().pause(1, at="1B0", step=1, seconds=5),
+    "cut off for too long": Faults().partition(1, at="1B0", step=1, seconds=5),
+}
+
+
+@pytest.mark.parametrize("name", FATAL)
+def test_without_a_strategy_a_node_that_is_lost_in_whatever_way_ends_the_run_with_its_number(name: str) -> None:
+    with pytest.raises(NodeLost, match="node 1 vanished in step 1 and nobody else holds its layers") as caught:
+        hurt(FATAL[name], strategy="none")
+    (note,) = caught.value.__notes__
+    assert note.startswith(f"{FATAL[name]}, seed 0:\n")
+    assert f"the moment of {FATAL[name].all[0]}" in note
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        Faults().kill(0, at="0F0", step=1),
+        Faults().pause(0, at="0F0", step=1, seconds=5),
+        Faults().partition(0, at="0F0", step=1, seconds=5),
+    ],
+)
+def test_without_a_strategy_a_lost_leader_ends_the_run_with_one_sentence_too(faults: Faults) -> None:
+    with pytest.raises(NodeLost, match="node 0, which led, vanished"):
+        hurt(faults, strategy="none")
+
+
+def test_a_group_is_lost_at_one_moment() -> None:
+    with pytest.raises(RunError) as caught:
+        hurt(Faults().kill((2, 3), at="1F2", step=1), strategy="none")
+    struck = [line.split() for line in caught.value.__notes__[0].splitlines() if line.endswith("killed")]
+    assert [line[2] for line in struck] == ["2", "3"]
+    assert struck[0][0] == struck[1][0]
+
+
+def test_the_output_of_the_action_at_which_a_node_was_killed_has_gone_nowhere() -> None:
+    """Node 0 dies at its first forward: the other stage never does anything."""
+    with pytest.raises(NodeLost) as caught:
+        hurt(Faults().kill(0, at="0F0", step=0), pipelines=1, strategy="none")
+    assert "node 0   was last at 0F0 of step 0" in caught.value.__notes__[0]
+    assert "node 1   was last" not in caught.value.__notes__[0]
+
+
+def test_a_hurt_run_goes_the_same_way_twice() -> None:
+    faults = Faults().reorder(seconds=0.01, seed=3).pause(2, at="0B3", seconds=0.7).kill(1, after_s=0.5)
+    notes = []
+    for _ in range(2):
+        with pytest.raises(NodeLost) as caught:
+            hurt(faults, seed=5, strategy="none")
+        notes += caught.value.__notes__
+    assert notes[0] == notes[1]
+
+
+def test_a_lost_frame_that_nobody_sends_again_is_a_deadlock_and_not_a_hang() -> None:
+    with pytest.raises(Deadlock) as caught:
+        hurt(Faults().lose(0, 1, kind="frame"), strategy="none")
+    assert "the moment of lose(source=0, target=1, kind='frame')" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("node", range(4))
+def test_the_history_tells_where_every_node_was(node: int) -> None:
+    history = str(hurt(Faults()).history)
+    assert f"node {node} has joined" in history
+    assert f"node {node}   was last at {node % 2}" in history
+    assert "epoch 1: members 0 1 2 3" in history
+    assert "step 2 is committed" in history
+
+
+def test_a_slow_disk_holds_up_the_one_who_writes(tmp_path: Path) -> None:
+    times = []
+    for name, faults in (("quick", Faults()), ("slow", Faults().slow_disk(3, seconds=10))):
+        found = hurt(faults, out=str(tmp_path / name), checkpoint_every=1)
+        assert found.summary["checkpoints"] == [1, 2, 3]
+        times.append(found.virtual_s)
+    assert times[1] - times[0] == pytest.approx(30, abs=0.5)
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        Faults().kill(4, step=0),
+        Faults().kill((0, 4), step=0),
+        Faults().slow_disk(4, seconds=1),
+        Faults().lose(0, 4),
+        Faults().slow_link(4, latency=1),
+    ],
+)
+def test_a_node_that_there_is_not_is_refused(faults: Faults) -> None:
+    with pytest.raises(UsageError, match="there is no node 4: the last one is 3"):
+        hurt(faults)
+
+
+def test_a_kill_can_be_placed_at_every_action_of_the_plan() -> None:
+    """Each action of each node is a moment, in each step, and comes once."""
+    seen = itertools.chain.from_iterable(
+        [f"{segment}F{micro}", f"{segment}B{micro}"] for segment in (0, 1) for micro in range(4)
+    )
+    for action in seen:
+        node = 2 * (int(action[2]) // 2) + int(action[0])
+        found = hurt(Faults().pause(node, at=action, step=2, seconds=0.1).pause(node, at=action, nth=3, seconds=0.1))
+        assert [strike.at for strike in found.strikes] == [action, action]

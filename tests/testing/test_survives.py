@@ -1,0 +1,117 @@
+"""`survives` passes what came to the same, and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from culm.testing import Deadlock, Faults, Simulated, reference, simulate, survives
+from culm.testing.survive import differences
+
+from .jobs import job
+
+SHAPE: dict[str, Any] = {"pipelines": 2, "stages": 2}
+
+
+def test_a_run_that_comes_to_the_same_has_survived() -> None:
+    faults = Faults().pause(1, at="1B0", step=1, seconds=1.0).reorder(seconds=0.02)
+    (found,) = survives(job(), faults=faults, **SHAPE)
+    assert found.faults == faults
+    assert found.run.state_sha256 == reference(job()).state_sha256
+    assert {strike.fault for strike in found.run.strikes} == set(faults.all)
+
+
+def test_several_schedules_and_several_seeds_are_all_tried() -> None:
+    schedules = [Faults().reorder(), Faults().slow_link(latency=0.1)]
+    found = survives(job(), faults=schedules, seeds=(3, 4), **SHAPE)
+    assert [(survived.faults, survived.seed) for survived in found] == [(f, s) for f in schedules for s in (3, 4)]
+
+
+def test_without_faults_they_are_drawn_from_the_seeds() -> None:
+    first, second = (survives(job(), seeds=range(5), strategy="none", **SHAPE) for _ in range(2))
+    assert [str(survived.faults) for survived in first] == [str(survived.faults) for survived in second]
+    assert len({str(survived.faults) for survived in first}) > 1
+
+
+def test_runs_that_keep_files_keep_them_apart(tmp_path: Path) -> None:
+    survives(job(), faults=Faults().slow_disk(0, seconds=1), out=str(tmp_path), checkpoint_every=2, **SHAPE)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run-0", "undisturbed"]
+
+
+def test_a_run_that_ends_with_an_error_has_not_survived_and_says_what_led_there() -> None:
+    faults = Faults().kill(1, at="1B0", step=1)
+    with pytest.raises(AssertionError) as caught:
+        survives(job(), faults=faults, strategy="none", **SHAPE)
+    text = str(caught.value)
+    assert text.startswith("the run ended with NodeLost: node 1 vanished")
+    assert f"{faults}, seed 0:" in text
+    assert "node 1   killed" in text
+
+
+def test_a_run_that_hangs_has_not_survived() -> None:
+    with pytest.raises(AssertionError, match="the run ended with Deadlock") as caught:
+        survives(job(), faults=Faults().lose(0, 1, kind="frame"), strategy="none", **SHAPE)
+    assert isinstance(caught.value.__cause__, Deadlock)
+
+
+def test_a_fault_that_never_struck_proves_nothing() -> None:
+    with pytest.raises(AssertionError, match=r"the moment of pause\(.*\) never came"):
+        survives(job(), faults=Faults().pause(1, at="0F0", seconds=1), **SHAPE)
+
+
+# What counts as the same
+
+
+@pytest.fixture(scope="module")
+def run() -> Simulated:
+    return simulate(job(), **SHAPE)
+
+
+def changed(run: Simulated, **summary: Any) -> Simulated:
+    return Simulated({**run.summary, **summary}, run.losses, run.snapshot.copy())
+
+
+def test_the_same_is_the_same(run: Simulated) -> None:
+    assert list(differences(job(), run, run)) == []
+    assert list(differences(job(), run, reference(job()))) == []
+
+
+@pytest.mark.parametrize(
+    ("summary", "sentence"),
+    [
+        ({"samples_lost": 2}, "samples_lost is 2"),
+        ({"samples_duplicated": 4}, "samples_duplicated is 4"),
+        ({"samples": 22}, "22 samples in 3 steps, not 24"),
+        ({"steps": 2}, "24 samples in 2 steps, not 24"),
+        ({"state_sha256": "other"}, "the state is not the same to the last bit: its digest differs"),
+        ({"final_loss": 0.0}, "the final loss is 0.0, not "),
+    ],
+)
+def test_whatever_is_not_as_it_was_is_told(run: Simulated, summary: dict[str, Any], sentence: str) -> None:
+    (told,) = differences(job(), changed(run, **summary), run)
+    assert told.startswith(sentence)
+
+
+@pytest.mark.parametrize(("relative", "same"), [(1e-6, True), (1e-2, False), (float("nan"), False)])
+@pytest.mark.parametrize("name", ["2.weight", "optimizer.2.weight.exp_avg"])
+def test_without_exact_tensors_may_differ_by_the_order_of_sums(
+    run: Simulated, name: str, relative: float, same: bool
+) -> None:
+    other = changed(run, state_sha256="other")
+    other.snapshot.tensors[name] += relative * other.snapshot.tensors[name].abs().max()
+    told = list(differences(job(exact=False), other, run))
+    assert told == [] if same else told[0].startswith(f"{name} is off by ")
+
+
+def test_a_state_with_a_tensor_less_is_not_the_same(run: Simulated) -> None:
+    other = changed(run)
+    del other.snapshot.parameters["0.bias"]
+    assert list(differences(job(exact=False), other, run)) == ["it has other tensors: ['0.bias']"]
+
+
+def test_an_optimizer_that_counts_otherwise_is_not_the_same(run: Simulated) -> None:
+    other = changed(run)
+    other.snapshot.moments["optimizer.0.weight.step"] += 1
+    assert list(differences(job(exact=False), other, run)) == ["optimizer.0.weight.step is off by 1"]
