@@ -97,7 +97,7 @@ class Leader:
             evaluation_parts=setup.evaluation_parts,
             next_step=setup.start,
         )
-        self.preemptions = 0
+        self.gone: set[int] = set()
         self.recoveries: list[Recovered] = []
         self.at_risk_s = 0.0
         self._risk_since: float | None = None
@@ -181,7 +181,7 @@ class Leader:
         ledger.next_step, ledger.steps, ledger.samples = record.next_step, record.steps, record.samples
         ledger.lost, ledger.duplicated, ledger.skipped = record.lost, record.duplicated, record.skipped
         ledger.last, ledger.evaluations = record.last, dict(record.evaluations)
-        self.checkpoints, self.preemptions = list(record.checkpoints), record.preemptions
+        self.checkpoints, self.gone = list(record.checkpoints), set(record.gone)
         self.recoveries, self.at_risk_s = list(record.recoveries), record.at_risk_s
         self._finish = record.finish if record.next_step < self.setup.steps else record.next_step
 
@@ -200,7 +200,7 @@ class Leader:
             last=ledger.last,
             evaluations=ledger.evaluations,
             checkpoints=tuple(self.checkpoints),
-            preemptions=self.preemptions,
+            gone=tuple(sorted(self.gone)),
             recoveries=tuple(self.recoveries),
             at_risk_s=self.at_risk_s,
             finish=self._finish,
@@ -217,7 +217,7 @@ class Leader:
             **summarise(self.job, setup, ledger, finals),
             **speed(ledger.samples, self.began, started, ended),
             "checkpoints": self.checkpoints,
-            "preemptions": self.preemptions,
+            "preemptions": len(self.gone),
             "recoveries": [msgspec.to_builtins(recovered) for recovered in self.recoveries],
             "at_risk_s": self.at_risk_s,
         }
@@ -310,10 +310,11 @@ class Leader:
             if nodes and (mourned or self.epoch is None):
                 raise self.lost(nodes[0])
             return
-        self.preemptions += len(mourned)
         for node in mourned:
             self._event("lost", node=node, step=self.ledger.next_step)
+        self.gone |= set(mourned)
         if mourned:
+            await self._write_record()
             await self._halt(mourned)
 
     async def _halt(self, lost: list[int]) -> None:

@@ -240,6 +240,7 @@ class Worker:
         Where a loss can be recovered from, no more than two steps are open: what is kept for them is bounded.
         """
         while True:
+            self._news.clear()  # before looking: what comes while shadows catch up is looked at, too
             if self.finish is not None and step >= self.finish:
                 return False
             if step < self.permit and (not executor.epoch.kept or step <= self.committed + 1):
@@ -247,7 +248,6 @@ class Worker:
             if executor.shadows is not None:
                 await executor.shadows.catch_up(step)
                 self._report_closed(executor)
-            self._news.clear()
             await self._news.wait()
 
     async def _step(self, executor: Executor, closing: Closing, step: int) -> None:
