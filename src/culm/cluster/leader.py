@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 import traceback
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +15,11 @@ import msgspec
 from culm import errors
 from culm.checkpoint import Catalog, ShardReceipt, Storage
 from culm.cluster.record import Record, Recovered, decode_record
-from culm.cluster.regroup import Regrouped, first_shadows, homeless, regroup
+from culm.cluster.regroup import Regrouped, first_shadows, homeless, regroup, restart
 from culm.cluster.setup import NodeRecord, Result, Setup, decode_node, encode
 from culm.cluster.store import Change
 from culm.cluster.summary import slot_label, speed, summarise
-from culm.errors import CulmError, NodeLost, RunError
+from culm.errors import CheckpointError, CulmError, NodeLost, RunError
 from culm.job import STOP
 from culm.observe.folder import RunFolder, perfetto
 from culm.observe.ledger import CommittedStep, Ledger
@@ -351,14 +351,22 @@ class Leader:
         slots = {member.node: slot for slot, member in enumerate(old.members) if member is not None}
         standings = {slots[node]: standing for node, standing in halting.standings.items()}
         committed = self.ledger.next_step
-        nobody = homeless(self.setup, standings, committed)
-        if nobody:
-            raise self.lost(min(halting.lost))
-        made = regroup(self.setup, old, halting.number, self.transport.address, standings, committed)
+        number, address = halting.number, self.transport.address
+        if self._nothing_learned(standings):
+            setup = self.setup
+            made = restart(setup, old, number, address, standings.keys(), setup.start, setup.resume_from)
+        elif homeless(self.setup, standings, committed):
+            step, saved = await self._newest(halting)
+            made = restart(self.setup, old, number, address, standings.keys(), step, saved)
+            self.ledger.rewind(step)
+            self.folder.rewind(step)
+        else:
+            made = regroup(self.setup, old, number, address, standings, committed)
         self._halting = None
         self._recovering = _Recovering(halting, self.clock.now(), made)
         self.epoch = made.epoch
         self.ledger.regroup(len(made.epoch.alive))
+        self.checkpoints = [step for step in self.checkpoints if step <= made.epoch.start]
         self.finals.clear()
         self.shards.clear()
         self._ready.clear()
@@ -372,6 +380,20 @@ class Leader:
             why=made.why,
         )
         await self._put_epoch(made.epoch)
+
+    def _nothing_learned(self, standings: Mapping[int, Standing]) -> bool:
+        """Whether no weight has moved since the run began: then anybody can build any layer, as it was."""
+        versions = [version for standing in standings.values() for version in standing.versions.values()]
+        return max(versions, default=self.setup.start) == self.setup.start
+
+    async def _newest(self, halting: _Halting) -> tuple[int, str]:
+        """The newest good checkpoint, of this run or the one that it went on from. Raises NodeLost if there is none."""
+        for folder in (self.folder.checkpoints, self.setup.resume_from):
+            if folder is not None:
+                with contextlib.suppress(CheckpointError):
+                    found = await self.clock.aside(Catalog(Storage(folder)).newest)
+                    return found.manifest.step, folder
+        raise self.lost(min(halting.lost))
 
     async def _put_epoch(self, epoch: Epoch) -> None:
         """Publish, unless somebody else has meanwhile: then this leader has been taken for dead, and is."""
@@ -419,7 +441,7 @@ class Leader:
             move_ms=1e3 * (ready - recovering.decided_at),
             redo_ms=1e3 * (now - ready),
             redone_actions=epoch.recovery.redone,
-            source=recovering.made.layout.source,
+            source=recovering.made.source,
         )
         self.recoveries.append(recovered)
         self._event(
