@@ -56,7 +56,7 @@ def hurt(described: Job, **request: Any) -> CulmError:
 
     async def main() -> CulmError:
         before = asyncio.all_tasks()
-        cluster = Cluster(described, prepare(described, Request(**request)), VirtualClock(), MemoryNetwork())
+        cluster = Cluster(described, prepare(described, Request(strategy="none", **request)), VirtualClock(), MemoryNetwork())
         with pytest.raises(CulmError) as caught:
             await cluster.run()
         assert asyncio.all_tasks() == before
@@ -157,7 +157,7 @@ def test_a_node_that_vanishes_ends_the_run_with_its_number_at_whatever_moment(no
             return f"{type(error).__name__}: {error}"
         return "finished"
 
-    endings = [ending(n * 0.003) for n in range(1, 46)]
+    endings = [ending(n * 0.003) for n in range(1, 90)]
     first = endings.index("finished")
     assert first > 20
     assert set(endings[first:]) == {"finished"}
