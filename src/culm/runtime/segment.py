@@ -2,7 +2,8 @@
 
 A forward leaves a tape: pieces of autograd graph with detached ends. Where one tensor passes from layer to layer the
 piece goes on; where several do, it ends, so that the order in which autograd adds up gradients never depends on where
-the model is cut. With recomputation a piece is one layer, and its graph is made in the backward.
+the model is cut. With recomputation a piece is one layer, and its graph is made in the backward. A piece is one layer,
+too, where the backward will be halved: the engine looks at all that lies below each weight, and this keeps it short.
 """
 
 from __future__ import annotations
@@ -66,8 +67,9 @@ class Outcome:
 class Segment:
     """Runs the actions of a run of layers. Not reentrant; holds one tape a live micro-batch."""
 
-    def __init__(self, job: Job, state: State, layers: Sequence[int]) -> None:
+    def __init__(self, job: Job, state: State, layers: Sequence[int], *, halved: bool = False) -> None:
         self.job = job
+        self.halved = halved
         self.layers = [state.layers[index] for index in layers]
         self.last = layers[-1] == len(job.layers) - 1
         self.moving = any(layer.moving for layer in self.layers)
@@ -149,15 +151,15 @@ class Segment:
                 self._absorbed(piece, gradients)
                 gradients = _taken(piece.inputs)
         else:
-            for piece in tape.pieces:
-                with self._blame(piece):
-                    split.weight_half(piece.halfway)
+            with _Blame([layer for piece in reversed(tape.pieces) for layer in piece.layers]):
+                split.weight_half(*(piece.halfway for piece in tape.pieces))
         self._absorb()
 
     def _forward_taped(self, tape: Tape, values: Values) -> Values:
         piece = Piece(values, values, [])
+        short = self.halved and any(x.requires_grad for x in values)
         for layer in self.layers:
-            if piece.layers and len(values) > 1:
+            if piece.layers and (short or len(values) > 1):
                 piece.outputs = values
                 tape.pieces.append(piece)
                 values = tuple(handed_on(v) for v in values)
