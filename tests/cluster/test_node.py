@@ -10,7 +10,6 @@ import sys
 import pytest
 
 from culm.providers import node
-from culm.providers.nursery import NVML_CHECK
 
 FAULTS_OF_A_ROUND = """
 import mmap, resource, sys
@@ -46,14 +45,3 @@ def test_a_worker_watches_for_frames_where_it_takes_no_core_from_others(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     assert node._look_out(4) == seconds
-
-
-def test_only_a_worker_that_may_compute_on_a_gpu_asks_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(NVML_CHECK, "1")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    node._look_for_gpus("auto")
-    assert NVML_CHECK not in os.environ
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
-    node._look_for_gpus("cpu")
-    assert os.environ[NVML_CHECK] == "1"
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""

@@ -221,14 +221,16 @@ def test_nothing_of_the_graph_outlives_the_second_half(graph: Graph) -> None:
         gc.enable()
 
 
-def segment(*, halved: bool = False, **changes: Any) -> Segment:
+def segment(layers: Sequence[int] = (1, 2), *, halves: bool = False, **changes: Any) -> Segment:
     job = but(tiny_gpt, **changes)
-    return Segment(job, State(job, [1, 2]), [1, 2], halved=halved)
+    made = Segment(job, State(job, layers), layers)
+    made.halves = halves
+    return made
 
 
 def test_a_segment_whose_backward_is_halved_learns_the_same() -> None:
     x, gradient = torch.randn(2, 5, 8).requires_grad_(), torch.randn(2, 5, 8)
-    whole, halved = segment(), segment(halved=True)
+    whole, halved = segment(), segment(halves=True)
     (out,), _ = whole.forward(0, 0, (x,))
     (same,), _ = halved.forward(0, 0, (x,))
     assert torch.equal(out, same)
@@ -242,14 +244,27 @@ def test_a_segment_whose_backward_is_halved_learns_the_same() -> None:
         assert torch.equal(one.accumulator.total, other.accumulator.total)
 
 
+def test_a_segment_makes_short_pieces_once_its_backward_came_in_halves() -> None:
+    part, x = segment(), torch.randn(2, 5, 8).requires_grad_()
+    lengths = []
+    for micro in range(3):
+        (out,), _ = part.forward(0, micro, (x,))
+        lengths.append([len(piece.layers) for piece in part.tapes[0, micro].pieces])
+        if micro == 0:
+            part.backward_input(0, micro, (torch.ones_like(out),))
+            part.backward_weight(0, micro)
+        else:
+            part.backward(0, micro, (torch.ones_like(out),))
+    assert lengths == [[2], [1, 1], [2]]
+
+
 def test_the_engine_runs_no_oftener_for_many_layers_than_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """In W: it costs as much to start as a small layer, and looks at all that lies below each weight."""
     engine = Mock(wraps=split._engine)
     monkeypatch.setattr(split, "_engine", engine)
     counts = []
     for layers in ([1], [1, 2]):
-        job = but(tiny_gpt)
-        part = Segment(job, State(job, layers), layers, halved=True)
+        part = segment(layers, halves=True)
         (out,), _ = part.forward(0, 0, (torch.randn(2, 5, 8).requires_grad_(),))
         part.backward_input(0, 0, (torch.ones_like(out),))
         engine.reset_mock()

@@ -63,7 +63,10 @@ async def _agent(job: Job, order: Start, pipe: Connection, worker: int) -> None:
 def _run_worker(job: Job, order: Start, pipe: Connection) -> None:
     import torch
 
-    _look_for_gpus(job.device)
+    # Only the nursery must look for GPUs that way: it takes milliseconds, and optimizers look at every step.
+    os.environ.pop(NVML_CHECK, None)
+    if job.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nor need autograd ask a GPU's driver at every call
     torch.set_num_threads(job.threads)
     _keep_memory()
     address = pipe.recv_bytes().decode()
@@ -92,15 +95,6 @@ def _look_out(neighbours: int) -> float:
     if cores >= 2 * neighbours:
         return 0.020
     return 0.003 if cores > neighbours else 0.0
-
-
-def _look_for_gpus(device: str) -> None:
-    """Optimizers ask torch for a GPU at every step, and autograd at every call. A worker without one gets its answer
-    from the environment alone; one with a GPU asks the driver, which is faster than the nursery's way."""
-    if device == "cpu":
-        os.environ |= {"CUDA_VISIBLE_DEVICES": "", NVML_CHECK: "1"}
-    else:
-        os.environ.pop(NVML_CHECK, None)
 
 
 def _keep_memory() -> None:

@@ -60,10 +60,7 @@ class Executor:
         self.transport, self.clock = transport, clock
         self.node = epoch.members[slot].node
         self.plan = Plan.from_text(epoch.plan)
-        halved = any(action.kind is Kind.I for action in self.plan.workers[slot])
-        self.segments = {
-            g: Segment(job, state, range(*epoch.segments[g]), halved=halved) for g in self.plan.segments_of(slot)
-        }
+        self.segments = {g: Segment(job, state, range(*epoch.segments[g])) for g in self.plan.segments_of(slot)}
         self.program = self._compile(self.plan)
         self.groups: dict[int, Group] = {}
         self.books: dict[int, Book] = {}

@@ -3,7 +3,8 @@
 A forward leaves a tape: pieces of autograd graph with detached ends. Where one tensor passes from layer to layer the
 piece goes on; where several do, it ends, so that the order in which autograd adds up gradients never depends on where
 the model is cut. With recomputation a piece is one layer, and its graph is made in the backward. A piece is one layer,
-too, where the backward will be halved: the engine looks at all that lies below each weight, and this keeps it short.
+too, where the backward comes in halves: for W the engine looks at all that lies below each weight, which had better be
+little.
 """
 
 from __future__ import annotations
@@ -67,13 +68,14 @@ class Outcome:
 class Segment:
     """Runs the actions of a run of layers. Not reentrant; holds one tape a live micro-batch."""
 
-    def __init__(self, job: Job, state: State, layers: Sequence[int], *, halved: bool = False) -> None:
+    def __init__(self, job: Job, state: State, layers: Sequence[int]) -> None:
         self.job = job
-        self.halved = halved
         self.layers = [state.layers[index] for index in layers]
         self.last = layers[-1] == len(job.layers) - 1
         self.moving = any(layer.moving for layer in self.layers)
         self.tapes: dict[tuple[int, int], Tape] = {}
+        self.halves = False
+        """Whether the last backward came in halves: then the next will, too."""
         self._loss_manner = Manner(exact=job.exact, draws=knows_outside(job.loss) or None)
         self._cast: Callable[[], AbstractContextManager[Any]] = nullcontext
         if job.precision == "bf16":
@@ -118,6 +120,7 @@ class Segment:
     def backward(self, step: int, micro: int, gradients: Gradients) -> Gradients:
         """B: gradients of the inputs; those of the weights are added to the sums."""
         tape = self.tapes.pop((step, micro))
+        self.halves = False
         for piece in self._pieces_backwards(tape):
             self._absorbed(piece, gradients)
             gradients = _taken(piece.inputs)
@@ -127,6 +130,7 @@ class Segment:
     def backward_input(self, step: int, micro: int, gradients: Gradients) -> Gradients:
         """I: gradients of the inputs only. What W needs stays on the tape."""
         tape = self.tapes[step, micro]
+        self.halves = True
         if not any(x.requires_grad for x in tape.inputs):
             tape.pending = gradients
             return tuple(None for _ in tape.inputs)
@@ -157,7 +161,7 @@ class Segment:
 
     def _forward_taped(self, tape: Tape, values: Values) -> Values:
         piece = Piece(values, values, [])
-        short = self.halved and any(x.requires_grad for x in values)
+        short = self.halves and any(x.requires_grad for x in values)
         for layer in self.layers:
             if piece.layers and (short or len(values) > 1):
                 piece.outputs = values
