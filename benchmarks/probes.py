@@ -19,10 +19,11 @@ from benchmarks.overhead import NothingSpec, torch_us_per_action
 from benchmarks.paired import paired
 from culm.runtime.clock import RealClock
 from culm.runtime.closing import Closing
+from culm.runtime.desk import Desk
 from culm.runtime.epoch import Epoch, Member
 from culm.runtime.executor import Executor
 from culm.runtime.segment import Outcome, Segment
-from culm.runtime.state import State
+from culm.runtime.shadow import build
 from culm.schedule import generate
 from culm.transport.memory import MemoryNetwork
 
@@ -69,7 +70,8 @@ async def _timed(spec: Spec, stages: int, schedule: str, steps: int) -> float:
     async def work(executor: Executor, closing: Closing) -> None:
         for step in range(steps):
             await executor.step(step)
-            await closing.close(step)
+            await closing.close(step, list(executor.desk.holdings.values()))
+            executor.desk.committed(step)
 
     start = time.perf_counter()
     await asyncio.gather(*(work(*worker) for worker in workers))
@@ -96,8 +98,9 @@ async def _cluster(spec: Spec, stages: int, schedule: str, *, kept: bool = False
     )
     made = []
     for slot in range(stages):
-        state = State(job, range(*epoch.segments[slot]))
-        executor = Executor(job, epoch, slot, state, network.endpoint(f"worker-{slot}"), RealClock())
+        desk = Desk(job, torch.device("cpu"))
+        desk.holdings[slot] = build(job, epoch.segments, stages, slot, desk.device, 0)
+        executor = Executor(job, epoch, slot, desk, network.endpoint(f"worker-{slot}"), RealClock())
         await executor.join()
         made.append((executor, Closing(executor)))
     return made
@@ -109,8 +112,8 @@ def kept_bytes(spec: GPTSpec = LARGE, *, stages: int = 4) -> dict[str, int]:
     async def measured() -> dict[str, int]:
         workers = await _cluster(replace(spec, blocks=stages), stages, "1f1b", kept=True)
         await asyncio.gather(*(executor.step(0) for executor, _ in workers))
-        fullest = max((executor for executor, _ in workers), key=lambda e: e.kept_peak)
-        return {"kept": fullest.kept_peak, "micro_batches": spec.micro_batches, "stages": stages}
+        fullest = max((executor for executor, _ in workers), key=lambda e: e.desk.kept_peak)
+        return {"kept": fullest.desk.kept_peak, "micro_batches": spec.micro_batches, "stages": stages}
 
     return asyncio.run(measured())
 

@@ -240,7 +240,7 @@ def test_of_two_results_the_first_one_stays() -> None:
         store.write("result", b"the first")
         setup = prepare(described, Request(stages=2))
         endpoint = MemoryNetwork().endpoint("agent-0")
-        leader = Leader(described, setup, endpoint, VirtualClock(), store.client("agent-0"))
+        leader = Leader(described, setup, 0, endpoint, VirtualClock(), store.client("agent-0"))
         leader.inbox.put_nowait(leader.lost(1))
         await leader.run()
         assert store.read("result") == b"the first"

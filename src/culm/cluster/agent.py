@@ -55,7 +55,7 @@ class Agent:
             await asyncio.wait([reading, worker, following], return_when=asyncio.FIRST_COMPLETED)
             if following.done():
                 await asyncio.wait([worker], timeout=_PATIENCE_S)  # it was told to stop, and may have to tidy up
-            elif worker.done() and self._leader is not None:
+            elif worker.done() and self._leader is not None and self._leader.setup.strategy == "none":
                 self._leader.inbox.put_nowait(self._leader.lost(self.node))
                 await asyncio.wait([following], timeout=_PATIENCE_S)
         finally:
@@ -65,8 +65,7 @@ class Agent:
         """Join, lead if nobody does, and pass on what the store says until there is a result."""
         await self._join()  # before the worker is up, so that its death is noticed from the first moment on
         setup = decode_setup(await self.store.get("setup") or b"")
-        first = await self.store.swap("leader", None, str(self.node).encode(), session=True)
-        leading = asyncio.create_task(self._lead(setup) if first else self._mourn(setup))
+        leading = asyncio.create_task(self._campaign(setup))
         serving = asyncio.create_task(self._serve_worker())
         ending = asyncio.create_task(self._await_result())
         try:
@@ -83,18 +82,25 @@ class Agent:
         record = NodeRecord(self.node, self.transport.address, worker, self.fingerprint)
         await self.store.put(f"nodes/{self.node}", encode(record), session=True)
 
-    async def _lead(self, setup: Setup) -> None:
-        self._leader = Leader(self.job, setup, self.transport, self.clock, self.store)
+    async def _campaign(self, setup: Setup) -> None:
+        """Lead as soon as nobody else does: at first whoever asks first, later when the one that led is gone."""
+        before = b""
+        async with aclosing(self.store.watch("leader")) as leaders:
+            if not await self._elected():
+                async for _, value in leaders:
+                    if value is None:
+                        if setup.strategy == "none":  # nobody can go on without its layers: whoever sees it says so
+                            lost = Result(error=NodeLost.__name__, message=_leader_lost(before.decode(), setup))
+                            await self.store.swap("result", None, encode(lost))
+                        elif await self._elected():
+                            break
+                    before = value or before
+        seams = (self.transport, self.clock, self.store)
+        self._leader = Leader(self.job, setup, self.node, *seams, heir=before != b"")
         await self._leader.run()
 
-    async def _mourn(self, setup: Setup) -> None:
-        """With the leader's node nobody is left to say that it is gone: whoever sees it first does."""
-        leader = b""
-        async for _, value in self.store.watch("leader"):
-            if value is None:
-                lost = Result(error=NodeLost.__name__, message=_leader_lost(leader.decode(), setup))
-                await self.store.swap("result", None, encode(lost))
-            leader = value or leader
+    async def _elected(self) -> bool:
+        return await self.store.swap("leader", None, str(self.node).encode(), session=True)
 
     async def _serve_worker(self) -> None:
         """When it is up: say so, and pass every epoch on to it."""

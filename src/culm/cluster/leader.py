@@ -7,12 +7,15 @@ import contextlib
 import time
 import traceback
 from collections.abc import Coroutine
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from culm import errors
 from culm.checkpoint import Catalog, ShardReceipt, Storage
+from culm.cluster.record import Record, Recovered, decode_record
+from culm.cluster.regroup import Regrouped, first_shadows, homeless, regroup
 from culm.cluster.setup import NodeRecord, Result, Setup, decode_node, encode
 from culm.cluster.store import Change
 from culm.cluster.summary import slot_label, speed, summarise
@@ -20,6 +23,7 @@ from culm.errors import CulmError, NodeLost, RunError
 from culm.job import STOP
 from culm.observe.folder import RunFolder, perfetto
 from culm.observe.ledger import CommittedStep, Ledger
+from culm.plan.lineage import Standing
 from culm.runtime import epoch as letters
 from culm.runtime.epoch import Epoch, Member
 
@@ -33,6 +37,35 @@ _DOUBT_S = 5.0
 """How long a worker's word that another one is gone waits for the store to say who."""
 
 
+@dataclass
+class _Doubt:
+    """Somebody missed somebody in an epoch, some time ago."""
+
+    epoch: int
+    message: letters.Failed
+
+
+@dataclass
+class _Halting:
+    """An epoch that is being left."""
+
+    number: int
+    lost: set[int]
+    expected: set[int]
+    began: float
+    standings: dict[int, Standing] = field(default_factory=dict)
+
+
+@dataclass
+class _Recovering:
+    """An epoch whose open steps are being completed."""
+
+    halting: _Halting
+    decided_at: float
+    made: Regrouped
+    ready_at: float | None = None
+
+
 class Leader:
     """Leads one run from the first node to the summary. Everything it decides goes through the store or a letter.
 
@@ -40,10 +73,20 @@ class Leader:
     time, and whatever goes wrong ends in the one result of the run.
     """
 
-    def __init__(self, job: Job, setup: Setup, transport: Transport, clock: Clock, store: Store) -> None:
-        self.job, self.setup = job, setup
+    def __init__(
+        self,
+        job: Job,
+        setup: Setup,
+        node: int,
+        transport: Transport,
+        clock: Clock,
+        store: Store,
+        *,
+        heir: bool = False,
+    ) -> None:
+        self.job, self.setup, self.node, self.heir = job, setup, node, heir
         self.transport, self.clock, self.store = transport, clock, store
-        self.inbox: asyncio.Queue[letters.Message | Change | CulmError] = asyncio.Queue()
+        self.inbox: asyncio.Queue[letters.Message | Change | CulmError | _Doubt] = asyncio.Queue()
         self.folder = RunFolder(setup.out, resumed_at=None if setup.resume is None else setup.start)
         self.nodes: dict[int, NodeRecord] = {}
         self.epoch: Epoch | None = None
@@ -54,6 +97,14 @@ class Leader:
             evaluation_parts=setup.evaluation_parts,
             next_step=setup.start,
         )
+        self.preemptions = 0
+        self.recoveries: list[Recovered] = []
+        self.at_risk_s = 0.0
+        self._risk_since: float | None = None
+        self._published: bytes | None = None
+        """The epoch as it stands in the store."""
+        self._halting: _Halting | None = None
+        self._recovering: _Recovering | None = None
         self.finals: dict[int, letters.Final] = {}
         self.shards: dict[int, dict[int, letters.ShardReport]] = {}
         self.checkpoints: list[int] = []
@@ -92,13 +143,69 @@ class Leader:
         return Result(error=type(error).__name__, message=str(error), trace=error.trace)
 
     async def _lead(self) -> dict[str, Any]:
-        self.folder.open()
-        self._event("run_started", nodes=self.setup.nodes, why=self.setup.why, steps=self.setup.steps)
-        if self.setup.start >= self.setup.steps:
-            self._finish = self.setup.start
+        if not await self._take_over():
+            self.folder.open()
+            self._event("run_started", nodes=self.setup.nodes, why=self.setup.why, steps=self.setup.steps)
+            if self.setup.start >= self.setup.steps:
+                self._finish = self.setup.start
         while not self._ended():
             await self._heed(await self.inbox.get())
         return self._leave()
+
+    async def _take_over(self) -> bool:
+        """Whether somebody led before: then go on from what the store knows. Who is gone, is lost."""
+        epoch, record = await self.store.get("epoch"), await self.store.get("record")
+        if epoch is None and self.heir:
+            raise NodeLost("the node that led vanished before the first step: start the run again")
+        if epoch is None:
+            return False
+        found = letters.decode(epoch)
+        assert isinstance(found, Epoch)
+        self.epoch, self._published = found, epoch
+        self.ledger.regroup(len(self.epoch.alive))
+        if record is not None:
+            self._remember(decode_record(record))
+        self.folder = RunFolder(self.setup.out, resumed_at=self.ledger.next_step)
+        self.folder.open()
+        self._event("leader", node=None, why="the node that led is gone: this one goes on from the store")
+        for member in self.epoch.alive:
+            known = await self.store.get(f"nodes/{member.node}")
+            if known is not None:
+                self.nodes[member.node] = decode_node(known)
+        await self._lose([m.node for m in self.epoch.alive if m.node not in self.nodes])
+        return True
+
+    def _remember(self, record: Record) -> None:
+        ledger = self.ledger
+        self.began, self.first_step_at = record.began, record.first_step_at
+        ledger.next_step, ledger.steps, ledger.samples = record.next_step, record.steps, record.samples
+        ledger.lost, ledger.duplicated, ledger.skipped = record.lost, record.duplicated, record.skipped
+        ledger.last, ledger.evaluations = record.last, dict(record.evaluations)
+        self.checkpoints, self.preemptions = list(record.checkpoints), record.preemptions
+        self.recoveries, self.at_risk_s = list(record.recoveries), record.at_risk_s
+        self._finish = record.finish if record.next_step < self.setup.steps else record.next_step
+
+    async def _write_record(self) -> None:
+        """So that whoever leads next knows it too."""
+        ledger = self.ledger
+        record = Record(
+            began=self.began,
+            first_step_at=self.first_step_at,
+            next_step=ledger.next_step,
+            steps=ledger.steps,
+            samples=ledger.samples,
+            lost=ledger.lost,
+            duplicated=ledger.duplicated,
+            skipped=ledger.skipped,
+            last=ledger.last,
+            evaluations=ledger.evaluations,
+            checkpoints=tuple(self.checkpoints),
+            preemptions=self.preemptions,
+            recoveries=tuple(self.recoveries),
+            at_risk_s=self.at_risk_s,
+            finish=self._finish,
+        )
+        await self.store.put("record", encode(record))
 
     def _leave(self) -> dict[str, Any]:
         """All is done: write down what it came to."""
@@ -110,16 +217,25 @@ class Leader:
             **summarise(self.job, setup, ledger, finals),
             **speed(ledger.samples, self.began, started, ended),
             "checkpoints": self.checkpoints,
+            "preemptions": self.preemptions,
+            "recoveries": [msgspec.to_builtins(recovered) for recovered in self.recoveries],
+            "at_risk_s": self.at_risk_s,
         }
         self._event("finished", steps=ledger.steps, samples=ledger.samples)
         self.folder.write("summary.json", summary)
-        labels = {m.node: f"node {m.node}: {slot_label(i, setup.stages)}" for i, m in enumerate(self.epoch.members)}
+        labels = {
+            m.node: f"node {m.node}: {slot_label(slot, setup.stages)}"
+            for slot, m in enumerate(self.epoch.members)
+            if m is not None
+        }
         self.folder.write("trace.json", perfetto({f.node: f.spans for f in finals}, labels))
         return summary
 
     def _ended(self) -> bool:
         done = self._finish is not None and self.ledger.next_step >= self._finish
-        return done and self.epoch is not None and len(self.finals) == len(self.epoch.members) and not self.shards
+        if not done or self.epoch is None or self._halting is not None or self.shards:
+            return False
+        return len(self.finals) == len(self.epoch.alive)
 
     def _aside(self, work: Coroutine[Any, Any, None]) -> None:
         self._tasks.append(asyncio.create_task(work))
@@ -132,25 +248,43 @@ class Leader:
         except RunError as error:
             self.inbox.put_nowait(error)
 
-    async def _heed(self, message: letters.Message | Change | CulmError) -> None:
+    async def _heed(self, message: letters.Message | Change | CulmError | _Doubt) -> None:
         match message:
             case CulmError():
                 raise message
             case Change(key, value):
                 await self._news(key, value)
+            case _Doubt():
+                await self._resolve(message)
             case letters.Failed(kind="NodeLost"):
                 self._suspect(message)
             case letters.Failed():
                 raise _error(message)
+            case _:
+                await self._hear(message)
+
+    async def _hear(self, message: letters.Message) -> None:
+        """What a worker says of its work."""
+        match message:
             case letters.Ready():
                 self._note_ready(message)
+            case letters.Report():
+                await self._note_standing(message)
+            case letters.Level():
+                self._note_level(message)
             case letters.StepReport() | letters.EvaluationReport():
-                for done in self.ledger.note(message):
+                for done in self.ledger.note(message) if self._current(message) else ():
                     await self._committed(done)
             case letters.ShardReport():
                 await self._note_shard(message)
             case letters.Final():
-                self.finals[message.node] = message
+                if self._halting is None:
+                    self.finals[message.node] = message
+
+    def _current(self, report: letters.StepReport | letters.EvaluationReport) -> bool:
+        """What is said of an epoch that is being left is void: it will be said again in the next."""
+        number = self.epoch.number if self.epoch is not None else 0
+        return self._halting is None and (isinstance(report, letters.EvaluationReport) or report.epoch == number)
 
     async def _news(self, key: str, value: bytes | None) -> None:
         """A key of the store has changed."""
@@ -160,9 +294,138 @@ class Leader:
         elif key == "gate/permit":
             self._permit(int(value or b"0"))
         elif value is None:
-            raise self.lost(int(name))
+            await self._lose([int(name)])
         else:
             await self._joined(decode_node(value))
+
+    async def _lose(self, nodes: list[int]) -> None:
+        """Nodes are gone for good. What they ran and held, others run and hold from now on."""
+        members = [member.node for member in self.epoch.alive] if self.epoch is not None else []
+        mourned = [
+            node for node in nodes if node in members and (self._halting is None or node not in self._halting.lost)
+        ]
+        for node in nodes:
+            self.nodes.pop(node, None)
+        if self.setup.strategy == "none" or self.epoch is None:
+            if nodes and (mourned or self.epoch is None):
+                raise self.lost(nodes[0])
+            return
+        self.preemptions += len(mourned)
+        for node in mourned:
+            self._event("lost", node=node, step=self.ledger.next_step)
+        if mourned:
+            await self._halt(mourned)
+
+    async def _halt(self, lost: list[int]) -> None:
+        """Let everyone who is left leave the epoch and report. A further loss meanwhile starts this over."""
+        assert self.epoch is not None
+        before = self._halting
+        number = 1 + (before.number if before is not None else self.epoch.number)
+        gone = {*lost, *(before.lost if before is not None else ())}
+        left = [member for member in self.epoch.alive if member.node not in gone]
+        began = before.began if before is not None else self.clock.now()
+        self._halting = _Halting(number, gone, {member.node for member in left}, began)
+        body = letters.encode(letters.Halt(number, self.transport.address))
+        for member in left:
+            self.transport.post(member.address, body)
+        if not left:
+            raise self.lost(lost[0])
+
+    async def _note_standing(self, report: letters.Report) -> None:
+        halting = self._halting
+        if halting is None or report.epoch < halting.number:
+            return
+        if report.epoch > halting.number:  # somebody who led before was further: begin above that
+            halting.number = report.epoch
+            await self._halt([])
+            return
+        halting.standings[report.node] = report.standing
+        if halting.standings.keys() == halting.expected:
+            await self._regroup(halting)
+
+    async def _regroup(self, halting: _Halting) -> None:
+        """All have reported: decide how the open steps are completed, and who does what from now on."""
+        assert self.epoch is not None
+        old = self.epoch
+        slots = {member.node: slot for slot, member in enumerate(old.members) if member is not None}
+        standings = {slots[node]: standing for node, standing in halting.standings.items()}
+        committed = self.ledger.next_step
+        nobody = homeless(self.setup, standings, committed)
+        if nobody:
+            raise self.lost(min(halting.lost))
+        made = regroup(self.setup, old, halting.number, self.transport.address, standings, committed)
+        self._halting = None
+        self._recovering = _Recovering(halting, self.clock.now(), made)
+        self.epoch = made.epoch
+        self.ledger.regroup(len(made.epoch.alive))
+        self.finals.clear()
+        self.shards.clear()
+        self._ready.clear()
+        self._note_risk()
+        self._event(
+            "epoch",
+            number=made.epoch.number,
+            members=[member.node for member in made.epoch.alive],
+            step=made.epoch.start,
+            open_steps=made.epoch.recovery.steps,
+            why=made.why,
+        )
+        await self._put_epoch(made.epoch)
+
+    async def _put_epoch(self, epoch: Epoch) -> None:
+        """Publish, unless somebody else has meanwhile: then this leader has been taken for dead, and is."""
+        body = letters.encode(epoch)
+        if not await self.store.swap("epoch", self._published, body):
+            raise RunError("another node leads this run: this one was taken for dead")
+        self._published = body
+
+    def _note_risk(self) -> None:
+        """Time at risk: while a layer has one holder alone, its loss would cost more than a pause."""
+        at_risk = self.epoch is not None and any(shadow.fresh for shadow in self.epoch.shadows)
+        now = self.clock.now()
+        if self._risk_since is not None:
+            self.at_risk_s += now - self._risk_since
+        self._risk_since = now if at_risk else None
+
+    def _note_level(self, message: letters.Level) -> None:
+        """A new copy is complete: the layer has two holders again."""
+        if self.epoch is None or message.epoch != self.epoch.number:
+            return
+        shadows = tuple(
+            msgspec.structs.replace(shadow, fresh=False)
+            if shadow.stage == message.stage and self.epoch.slot_of(message.node) == shadow.slot
+            else shadow
+            for shadow in self.epoch.shadows
+        )
+        self.epoch = msgspec.structs.replace(self.epoch, shadows=shadows)
+        self._note_risk()
+        self._event("protected", node=message.node, stage=message.stage)
+
+    def _note_recovered(self, step: int) -> None:
+        """The last of the steps that were open is committed: the loss is made good."""
+        recovering = self._recovering
+        if recovering is None or step < recovering.made.epoch.start - 1:
+            return
+        self._recovering = None
+        halting, epoch = recovering.halting, recovering.made.epoch
+        now = self.clock.now()
+        ready = recovering.ready_at or now
+        recovered = Recovered(
+            step=epoch.committed,
+            lost=tuple(sorted(halting.lost)),
+            detect_ms=0.0,
+            decide_ms=1e3 * (recovering.decided_at - halting.began),
+            move_ms=1e3 * (ready - recovering.decided_at),
+            redo_ms=1e3 * (now - ready),
+            redone_actions=epoch.recovery.redone,
+            source=recovering.made.layout.source,
+        )
+        self.recoveries.append(recovered)
+        self._event(
+            "recovered",
+            step=epoch.committed,
+            **{k: v for k, v in msgspec.to_builtins(recovered).items() if k != "step"},
+        )
 
     async def _joined(self, record: NodeRecord) -> None:
         """An agent is up, and then its worker; when all are, the epoch begins."""
@@ -182,14 +445,22 @@ class Leader:
         )
 
     def _suspect(self, message: letters.Failed) -> None:
-        """A worker misses another one. Who is gone the store knows, in a moment; if nobody is, this ends the run."""
+        """A worker misses another one. Who is gone the store knows, in a moment. If nobody is, a connection broke:
+        what was lost with it is sent again in a new epoch or, where nothing is kept, the run ends."""
         self._event("suspected", node=message.node, why=message.message)
+        number = self.epoch.number if self.epoch is not None else 0
 
         async def believe() -> None:
             await self.clock.sleep(_DOUBT_S)
-            self.inbox.put_nowait(_error(message))
+            self.inbox.put_nowait(_Doubt(number, message))
 
         self._aside(believe())
+
+    async def _resolve(self, doubt: _Doubt) -> None:
+        if self.setup.strategy == "none":
+            raise _error(doubt.message)
+        if self.epoch is not None and self.epoch.number == doubt.epoch and self._halting is None:
+            await self._halt([])
 
     def _permit(self, until: int) -> None:
         """Let steps below a number begin; workers that are not there yet hear of it when all are ready."""
@@ -221,19 +492,28 @@ class Leader:
             resume=setup.resume,
             resume_from=setup.resume_from,
             kept=setup.strategy != "none",
+            shadows=first_shadows(setup),
+            eager=setup.eager,
+            committed=setup.start,
         )
-        self._event("epoch", number=1, members=[m.node for m in self.epoch.members], segments=setup.segments)
-        await self.store.put("epoch", letters.encode(self.epoch))
+        self._event("epoch", number=1, members=[m.node for m in self.epoch.alive], segments=setup.segments)
+        await self._put_epoch(self.epoch)
 
     def _note_ready(self, message: letters.Ready) -> None:
+        if self.epoch is None or message.epoch != self.epoch.number or self._halting is not None:
+            return
         self._event("ready", node=message.node, seconds=message.seconds)
         self._ready.add(message.node)
-        assert self.epoch is not None
-        if len(self._ready) == len(self.epoch.members):
-            self.first_step_at = self.clock.now()
-            if self._finish is not None:
-                self._end_before(self._finish)
-            self._permit({"open": self.setup.steps, "hook": self.setup.start + 1, "outside": 0}[self.setup.gate])
+        if len(self._ready) < len(self.epoch.alive):
+            return
+        self.first_step_at = self.first_step_at or self.clock.now()
+        if self._recovering is not None:
+            self._recovering.ready_at = self.clock.now()
+            if not self.epoch.recovery.steps:
+                self._note_recovered(self.epoch.start)
+        if self._finish is not None:
+            self._end_before(self._finish)
+        self._permit({"open": self.setup.steps, "hook": self.ledger.next_step + 1, "outside": 0}[self.setup.gate])
 
     async def _committed(self, done: CommittedStep) -> None:
         """A step is complete everywhere: write it down, ask the hook, let the next begin."""
@@ -243,13 +523,18 @@ class Leader:
             self._event("skipped", step=done.step, why="the loss or a gradient is not finite")
         if done.evaluation is not None:
             self._event("evaluation", step=done.step, loss=done.evaluation)
-        if self.epoch is not None and self.epoch.kept:
-            self._tell(letters.Commit(done.step))
-        await self.store.put("step", msgspec.msgpack.encode(metrics))
         stopped = self.setup.gate == "hook" and self._hook(metrics) is STOP
+        ends = stopped or done.step + 1 >= self.setup.steps
         if stopped:
             self._event("stopped", step=done.step, why="on_step returned STOP")
-        if stopped or done.step + 1 >= self.setup.steps:
+        self._finish = done.step + 1 if ends else self._finish
+        if self.epoch is not None and self.epoch.kept:
+            await self._write_record()
+            await self.clock.work(self.node, done.step, "commit")
+            self._tell(letters.Commit(done.step))
+            self._note_recovered(done.step)
+        await self.store.put("step", msgspec.msgpack.encode(metrics))
+        if ends:
             self._end_before(done.step + 1)
         elif self.setup.gate == "hook":
             self._permit(done.step + 2)
@@ -280,7 +565,7 @@ class Leader:
         parts = self.shards.setdefault(report.step, {})
         parts[report.node] = report
         assert self.epoch is not None
-        if len(parts) < len(self.epoch.members):
+        if len(parts) < len(self.epoch.alive):
             return
         catalog = Catalog(Storage(self.folder.checkpoints or ""))
         receipts = [ShardReceipt(r.name, r.sha256, r.size, r.tensors) for r in parts.values()]
@@ -294,7 +579,7 @@ class Leader:
 
     def _tell(self, message: letters.Message) -> None:
         body = letters.encode(message)
-        for member in self.epoch.members if self.epoch is not None else ():
+        for member in self.epoch.alive if self.epoch is not None else ():
             self.transport.post(member.address, body)
 
     def _event(self, kind: str, node: int | None = None, **fields: Any) -> None:

@@ -10,18 +10,23 @@ from culm.checkpoint import Catalog, Manifest, Storage
 from culm.cluster.setup import Request, Setup
 from culm.errors import CheckpointError, PlanError, UsageError
 from culm.plan.choose import choose
+from culm.plan.layout import SHADOWING
 from culm.plan.partition import count, partition, spans
+from culm.plan.period import period
 from culm.plan.profile import Profile
 from culm.runtime.blueprint import Blueprint, probe
 from culm.runtime.data import evaluation_batches
 from culm.runtime.fingerprint import fingerprint
 from culm.runtime.measure import Told, measure
-from culm.schedule import forward_only, generate
+from culm.schedule import Costs, Plan, forward_only, generate, timing
 
 if TYPE_CHECKING:
     from culm.job import Job
 
 __all__ = ["Request", "look", "prepare"]
+
+_BUBBLE = 0.02
+"""With less of the time idle than this there is nothing to run forwards in."""
 
 
 def prepare(job: Job, request: Request, *, progress: Told = lambda *_: None) -> Setup:
@@ -39,15 +44,15 @@ def prepare(job: Job, request: Request, *, progress: Told = lambda *_: None) -> 
     facts = _facts(job)
     if manifest is not None:
         _check_facts(manifest, facts)
-    # The strategies that survive a loss are not built yet: `auto` has no other choice.
-    why += "; strategy none: nothing else holds a lost node's layers"
+    strategy, eager, reason = choose_strategy(job, request.strategy, plan, profile, cuts)
+    why += f"; {reason}"
     why += "".join(f"; checkpoint {step} was passed over: {reason}" for step, reason in rejected)
     return Setup(
         nodes=pipelines * stages,
         pipelines=pipelines,
         stages=stages,
         schedule=request.schedule,
-        strategy="none",
+        strategy=strategy,
         segments=tuple((r.start, r.stop) for r in spans(cuts, len(job.layers))),
         plan=plan.to_text(),
         evaluation=_evaluation(job, pipelines, stages, ranges),
@@ -62,8 +67,57 @@ def prepare(job: Job, request: Request, *, progress: Told = lambda *_: None) -> 
         resume=manifest.step if manifest is not None else None,
         resume_from=_checkpoints(request.resume) if request.resume else None,
         facts=facts,
+        eager=eager,
+        joint=_joint(job),
+        costs=_segment_costs(profile, cuts),
+        activations=None,
         why=why,
     )
+
+
+def choose_strategy(job: Job, asked: str, plan: Plan, profile: Profile, cuts: tuple[int, ...]) -> tuple[str, bool, str]:
+    """(strategy, whether shadows run ahead, why). Raises UsageError for one that the shape does not allow."""
+    D, P = plan.pipelines, plan.stages
+    if asked == "reroute" and D == 1:
+        raise UsageError("--strategy reroute needs peers, and there is 1 pipeline: use --pipelines 2, or shadow")
+    if asked in SHADOWING and P == 1:
+        raise UsageError(f"--strategy {asked} needs a predecessor, and there is 1 stage: use --stages 2, or reroute")
+    strategy, why = asked, f"strategy {asked}, as asked"
+    if asked == "auto" and D > 1:
+        strategy, why = "reroute", "strategy reroute: peers hold every layer, and nothing has to be done ahead"
+    elif asked == "auto" and P > 1:
+        strategy, why = "shadow", "strategy shadow: with one pipeline nobody else would hold a lost node's layers"
+    elif asked == "auto":
+        strategy, why = "none", "strategy none: on one node there is nobody to go on"
+    if strategy != "shadow":
+        return strategy, False, why
+    idle = _idle(plan, profile, cuts, joint=_joint(job))
+    if idle < _BUBBLE:
+        return strategy, False, f"{why}; {plan.name} leaves {idle:.1%} of the time idle, so eager becomes lazy"
+    return strategy, True, f"{why}; replicas run forward in the bubbles, {idle:.0%} of the time"
+
+
+def _idle(plan: Plan, profile: Profile, cuts: tuple[int, ...], *, joint: bool) -> float:
+    """The share of a step in which workers wait: under the staggered optimizer, unless all stages end it together."""
+    forward, inputs, weight = zip(*_segment_costs(profile, cuts), strict=True)
+    costs = Costs(forward=forward, input=inputs, weight=weight)
+    timeline = timing(plan, costs)
+    if joint or plan.segments != plan.stages:
+        return timeline.bubble
+    busiest = max(timeline.busy)
+    return max(0.0, 1.0 - busiest / period(plan, costs))
+
+
+def _segment_costs(profile: Profile, cuts: tuple[int, ...]) -> tuple[tuple[float, float, float], ...]:
+    segments = [profile.layers[span.start : span.stop] for span in spans(cuts, len(profile.layers))]
+    return tuple(
+        (sum(c.forward_s for c in layers), sum(c.input_s for c in layers), sum(c.weight_s for c in layers))
+        for layers in segments
+    )
+
+
+def _joint(job: Job) -> bool:
+    return job.clip_norm is not None or job.nonfinite == "skip"
 
 
 def look(job: Job) -> Blueprint:

@@ -13,8 +13,8 @@ from culm import errors
 from culm.errors import CulmError, RunError, UsageError
 from culm.schedule import SCHEDULES
 
-STRATEGIES = ("auto", "none")
-"""What this version has: `auto` is `none`, until the strategies of the design that survive a loss are built."""
+STRATEGIES = ("auto", "none", "shadow", "shadow-lazy", "reroute")
+"""What this version has. `auto` is the cheapest of the others that the shape allows."""
 
 Gate: TypeAlias = Literal["open", "hook", "outside"]
 """Who lets the next step begin: nobody, the leader after the job's on_step hook, or the launcher (the key `permit`)."""
@@ -86,6 +86,14 @@ class Setup(msgspec.Struct, frozen=True):
     resume: int | None = None
     resume_from: str | None = None
     facts: dict[str, str | int | float | bool | list[list[str]] | None] = {}
+    eager: bool = False
+    """Whether shadows run forwards ahead."""
+    joint: bool = False
+    """Whether a step ends for all stages together."""
+    costs: tuple[tuple[float, float, float], ...] = ()
+    """Seconds of F, I and W by segment, measured or estimated: what recovery plans with."""
+    activations: int | None = None
+    """The most activations that a worker has room for at once; None: any number."""
     why: str = ""
     """Why this shape: one sentence."""
 

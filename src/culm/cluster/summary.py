@@ -32,8 +32,6 @@ def summarise(job: Job, setup: Setup, ledger: Ledger, finals: Sequence[Final]) -
         "final_loss": None if ledger.last is None else ledger.last.loss,
         "weights_sha256": weights,
         "state_sha256": state,
-        "preemptions": 0,
-        "recoveries": [],
         "cost_usd": 0.0,
         "skipped_steps": ledger.skipped,
         "evaluations": dict(ledger.evaluations),
@@ -42,7 +40,14 @@ def summarise(job: Job, setup: Setup, ledger: Ledger, finals: Sequence[Final]) -
             "kept_bytes": max(f.kept_bytes for f in finals),
             "live_activations": max(f.peak_tapes for f in finals),
         },
+        "bubble_share": _bubble_share(finals),
     }
+
+
+def _bubble_share(finals: Sequence[Final]) -> float | None:
+    """The share of the replicas' forwards that found a bubble; None: nobody looked for one."""
+    run, due = (sum(f.eager[part] for f in finals) for part in (0, 1))
+    return run / due if due else None
 
 
 def speed(samples: int, began: float, started: float, ended: float) -> dict[str, float]:

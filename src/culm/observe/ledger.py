@@ -68,6 +68,20 @@ class Ledger:
             entry.evaluations[report.node] = report
         return list(self._completed())
 
+    def regroup(self, workers: int) -> None:
+        """Another epoch: what was heard of open steps is void, everyone who is left reports them anew."""
+        self.workers = workers
+        self._open.clear()
+
+    def rewind(self, step: int) -> None:
+        """Back to a checkpoint: the steps since then will be run, and counted, again."""
+        again = self.next_step - step
+        self.samples -= again * (self.samples // max(self.steps, 1))
+        self.steps -= again
+        self.next_step = step
+        self.evaluations = {at: loss for at, loss in self.evaluations.items() if at < step}
+        self._open.clear()
+
     def _completed(self) -> Iterator[CommittedStep]:
         while self._complete(self.next_step):
             made = _committed(self.next_step, self._open.pop(self.next_step), self.micro_batch)

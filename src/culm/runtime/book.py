@@ -8,6 +8,7 @@ proof that every sample was counted once.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,8 +33,9 @@ class Book:
     def note(self, micro: int, outcome: Outcome) -> None:
         """F of a micro-batch ran here. Raises JobError if its statistics have other shapes than those before."""
         self.outcomes[micro] = outcome
+        self.segment.pattern = self.segment.pattern or outcome.statistics
         for index, recorded in outcome.statistics.items():
-            before = next(iter(self.outcomes.values())).statistics[index]
+            before = self.segment.pattern[index]
             if _shapes(recorded) != _shapes(before):
                 raise JobError(
                     f"Job.layers[{index}] recorded shapes {_shapes(before)}, and {_shapes(recorded)} for another "
@@ -74,8 +76,23 @@ class Book:
         )
 
     def _pattern(self) -> dict[int, Statistics]:
-        """Statistics of one micro-batch that ran here; all have the same shapes."""
-        return next(iter(self.outcomes.values())).statistics if self.segment.moving else {}
+        """Statistics of some micro-batch; all have the same shapes."""
+        return self.segment.pattern
+
+    def template(self) -> list[Tensor]:
+        """The shapes of the statistics as tensors, for a holder that never ran F: how many a module has, and those."""
+        recorded = [module for layer in self._pattern().values() for module in layer]
+        return [torch.tensor([len(module) for module in recorded]), *(t for module in recorded for t in module)]
+
+    def learn(self, template: Sequence[Tensor]) -> None:
+        """Take the shapes from a holder that did."""
+        counts, values = iter(template[0].tolist()), iter(template[1:])
+        moving = [layer for layer in self.segment.layers if layer.moving]
+        if template[0].numel():
+            self.segment.pattern = {
+                layer.index: tuple(tuple(next(values) for _ in range(next(counts))) for _ in layer.moving)
+                for layer in moving
+            }
 
     def settle(self, rider: Tensor) -> Settled:
         """Read the sum: raises RunError unless every micro-batch was counted exactly once."""
@@ -93,7 +110,8 @@ class Book:
         rows = rider[m + 2 * n :].view(m, -1)
         losses = rows[:, 0].tolist() if self.segment.last else []
         weights = rows[:, 1].tolist() if self.segment.last else []
-        return Settled(counts, losses, weights, self._statistics(rows[:, 2 if self.segment.last else 0 :]))
+        bounds = {layer.index: layer.accumulator.bound for layer in self.segment.layers}
+        return Settled(counts, losses, weights, bounds, self._statistics(rows[:, 2 if self.segment.last else 0 :]))
 
     def _statistics(self, rows: Tensor) -> dict[int, list[Statistics]]:
         """By layer: what each micro-batch recorded, in order."""
@@ -119,9 +137,11 @@ class Settled:
         counts: list[int],
         losses: list[float],
         weights: list[float],
+        bounds: dict[int, int],
         statistics: dict[int, list[Statistics]],
     ) -> None:
         self.counts = counts
+        self.bounds = bounds
         self.statistics = statistics
         self.loss_sum = added(losses)
         self.weight_sum = added(weights)

@@ -21,7 +21,8 @@ class Clock(Protocol):
         """Wait."""
 
     async def work(self, node: int, step: int, action: str) -> None:
-        """Called after each action: here a simulated action takes its time. Real work has taken it already."""
+        """Called after each action, before anybody hears of it: here a simulated action takes its time, and faults
+        strike. Real work has taken its time already."""
 
     async def aside(self, slow: Callable[A, T], *args: A.args, **kwargs: A.kwargs) -> T:
         """Run a slow call of the outside (a disk) without holding anybody up."""

@@ -8,30 +8,30 @@ The speaker of a segment, its holder in the first pipeline, tells everyone who n
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from culm.runtime.update import check_finite, check_loss, clip_factor, finish_layers, layer_norms, lr_factor, scale
+from culm.runtime.desk import Closed
+from culm.runtime.state import layer_of
+from culm.runtime.update import (
+    apply_statistics,
+    check_finite,
+    check_loss,
+    clip_factor,
+    finish_layers,
+    layer_norms,
+    lr_factor,
+    scale,
+)
 from culm.transport.base import Key
 
 if TYPE_CHECKING:
+    from culm.runtime.desk import Holding
     from culm.runtime.executor import Executor
-    from culm.runtime.state import HeldLayer, TiedGroup
-
-
-@dataclass(frozen=True)
-class Closed:
-    """How a step ended here."""
-
-    loss_sum: float | None
-    """Where this worker speaks for the last segment."""
-    weight_sum: float | None
-    norm: float | None
-    skipped: bool
+    from culm.runtime.state import TiedGroup
 
 
 class Closing:
@@ -39,118 +39,199 @@ class Closing:
 
     def __init__(self, executor: Executor) -> None:
         self.executor = executor
-        self.job, self.state = executor.job, executor.state
+        self.job, self.desk = executor.job, executor.desk
         self.plan, self.epoch = executor.plan, executor.epoch
         self.last = self.plan.segments - 1
-        self.mine = set(executor.segments)
-        self.layers: list[HeldLayer] = [layer for s in executor.segments.values() for layer in s.layers]
         self.asks_totals = self.epoch.weighted or self.job.nonfinite == "skip"
         self.asks_norms = self.job.clip_norm is not None or self.job.nonfinite == "skip"
 
-    async def close(self, step: int) -> Closed:
-        """Divide, clip, step and move the statistics; the sums are empty afterwards."""
-        settled = self.executor.settled.get(self.last)
+    async def close(self, step: int, holdings: Sequence[Holding], told: Collection[int] | None = None) -> None:
+        """Divide, clip, step and move the statistics of some stages held here; their sums are complete.
+
+        `told` are the slots that have still to end the step, and so have to hear what only others know: all, unless
+        this is a recovery. May be broken off at any wait: then nothing has moved, and it can be done again.
+        """
+        told = self._everyone() if told is None else told
+        open_step = self.desk.step(step)
+        settled = open_step.settled.get(self.last)
         if settled is not None and self.job.nonfinite == "stop":
             check_loss(step, settled.loss_sum, settled.weight_sum)
-        loss_sum, weight_sum = await self._totals(step)
-        for group in self.state.tied.values():  # before the sums of the layers, which are divided in place
-            await self._finish_tied(step, group, weight_sum)
-        finish_layers(self.layers, weight_sum)
-        norm = await self._clip(step)
+        loss_sum, divisor = await self._totals(step, told)
+        for holding in holdings:
+            self._load_sums(step, holding)
+        self._tell_tied(step, told)
+        for holding in holdings:
+            for group in holding.state.tied.values():  # before the sums of the layers, which are divided in place
+                await self._finish_tied(step, group, divisor)
+            open_step.loaded -= set(holding.segments)
+            finish_layers(holding.state.layers.values(), divisor)
+        norm, factor = await self._norm(step, holdings, told)
         skipped = self.job.nonfinite == "skip" and not (math.isfinite(loss_sum) and math.isfinite(norm or 0.0))
+        for holding in holdings:
+            await self.executor.clock.work(self.executor.node, step, f"{holding.stage}S")
+        for holding in holdings:
+            self._step(step, holding, factor, skipped)
+        open_step.closed = open_step.closed or Closed(norm, skipped)
+        for holding in holdings:
+            await self.executor.clock.work(self.executor.node, step, f"{holding.stage}S+")
+
+    def _step(self, step: int, holding: Holding, factor: Tensor | None, skipped: bool) -> None:
+        """From gradients to weights, in one go: whoever is stopped is stopped before it, or after."""
+        layers, state = list(holding.state.layers.values()), holding.state
+        assert holding.version == step, (holding.version, step)
+        if factor is not None and self.job.clip_norm is not None:
+            scale(state, layers, state.tied.values(), factor)
+        if self.epoch.kept:
+            holding.remember()
         if not skipped:
-            check_finite(step, self.layers, self.state.tied.values())
-            factor = lr_factor(self.job, step)
-            for _, unit in self.state.units():
-                unit.step(factor)
-            self.executor.move_statistics()
-        for layer in self.layers:
+            check_finite(step, layers, state.tied.values())
+            rate = lr_factor(self.job, step)
+            for _, unit in state.units():
+                unit.step(rate)
+            settled = self.desk.step(step).settled
+            for g in holding.segments:
+                for layer in holding.segments[g].layers:
+                    apply_statistics(layer, settled[g].statistics.get(layer.index, ()))
+        for layer in layers:
             layer.accumulator.clear()
-        speaks = settled is not None and self._speaks(self.last)
-        return Closed(loss_sum if speaks else None, weight_sum if speaks else None, norm, skipped)
+        holding.stepped()
 
-    async def _totals(self, step: int) -> tuple[float, float]:
+    def _load_sums(self, step: int, holding: Holding) -> None:
+        """Start from the complete sums that were kept, where they do not lie in the layers: they came from another
+        holder, or a close that was broken off has divided them."""
+        open_step = self.desk.step(step)
+        for g, segment in holding.segments.items():
+            if g in open_step.loaded:
+                continue
+            total = open_step.sums[g]
+            trained = [layer for layer in segment.layers if layer.trained]
+            for layer, value in zip(trained, total.totals, strict=True):
+                layer.accumulator.total.copy_(value)
+            open_step.settled[g] = self.desk.book(step, g, segment).settle(total.rider)
+            open_step.loaded.add(g)
+
+    async def _totals(self, step: int, told: Collection[int]) -> tuple[float, float]:
         """Sum of the losses (where known) and what the sums are divided by: M, or the weights that the loss gave."""
-        settled = self.executor.settled.get(self.last)
-        weights = float(self.job.micro_batches)
-        if settled is None and not self.asks_totals:
-            return 0.0, weights
-        if settled is None:
-            (heard,) = await self._hear(step, "totals")
-            return float(heard[0]), float(heard[1]) if self.epoch.weighted else weights
-        weights = settled.weight_sum if self.epoch.weighted else weights
+        open_step = self.desk.step(step)
+        if open_step.totals is None:
+            settled = open_step.settled.get(self.last)
+            divisor = float(self.job.micro_batches)
+            if settled is not None:
+                open_step.totals = settled.loss_sum, settled.weight_sum if self.epoch.weighted else divisor
+            elif not self.asks_totals:
+                return 0.0, divisor
+            else:
+                (heard,) = await self._hear(step, "totals")
+                open_step.totals = float(heard[0]), float(heard[1])
         if self.asks_totals and self._speaks(self.last):
-            self._tell(
-                step, "totals", torch.tensor([settled.loss_sum, weights], dtype=torch.float64), self._without(self.last)
-            )
-        return settled.loss_sum, weights
+            value = torch.tensor(open_step.totals, dtype=torch.float64)
+            self._tell(step, "totals", [value], self._without(self.last, told))
+        return open_step.totals
 
-    async def _clip(self, step: int) -> float | None:
-        """The global norm over all layers in order, after scaling the gradients where it is above the limit."""
+    async def tell(self, step: int, told: Collection[int]) -> None:
+        """In a recovery: this worker has ended the step, others have not and need what it knows."""
+        await self._totals(step, told)
+        self._tell_tied(step, told)
+        self._tell_norms(step, told)
+
+    def _tell_norms(self, step: int, told: Collection[int]) -> None:
+        for g, norms in self.desk.step(step).norms.items():
+            if self._speaks(g):
+                self._tell(step, f"norms {g}", [norms], told)
+
+    async def _norm(
+        self, step: int, holdings: Sequence[Holding], told: Collection[int]
+    ) -> tuple[float | None, Tensor | None]:
+        """The global norm over all layers in order, and what gradients are to be multiplied by."""
         if not self.asks_norms:
-            return None
-        norms: list[Tensor] = []
+            return None, None
+        norms = self.desk.step(step).norms
+        for holding in holdings:
+            for g, segment in holding.segments.items():
+                if g not in norms and self._speaks(g):
+                    norms[g] = torch.cat([layer_norms(layer, holding.state.tied).cpu() for layer in segment.layers])
+        self._tell_norms(step, told)
         for g in range(self.plan.segments):
-            if g in self.mine:
-                own = [layer_norms(layer, self.state.tied) for layer in self.executor.segments[g].layers]
-                found = torch.cat([n.cpu() for n in own])
+            if g not in norms:
+                (norms[g],) = await self._hear(step, f"norms {g}")
+        norm, factor = clip_factor(self.job, [norms[g] for g in range(self.plan.segments)])
+        return norm, factor
+
+    def _tell_tied(self, step: int, told: Collection[int]) -> None:
+        """The sums of tied parameters that this worker speaks for, to those who hold another layer of the group."""
+        for names in self.job.tied:
+            for name in names:
+                g = self._segment_of(layer_of(name))
                 if self._speaks(g):
-                    self._tell(step, f"norms {g}", found, self._others())
-            if g not in self.mine or not self._speaks(g):
-                (found,) = await self._hear(step, f"norms {g}")
-            norms.append(found)
-        norm, factor = clip_factor(self.job, norms)
-        if self.job.clip_norm is not None:
-            scale(self.state, self.layers, self.state.tied.values(), factor)
-        return norm
+                    total, bound = self._own_sum(step, name, g)
+                    self._tell(step, f"tied {name}", [total, bound], self._sharers(names, g, told))
+
+    def _own_sum(self, step: int, name: str, g: int) -> tuple[Tensor, Tensor]:
+        """The complete sum of one parameter and its bound, as they were before anything was divided."""
+        holding = self.desk.holdings[g % self.plan.stages]
+        layer = holding.state.layers[layer_of(name)]
+        total = self.desk.step(step).sums.get(g)
+        if total is None:
+            copy = layer.sums()[name].detach().to("cpu", copy=True)  # it is cleared before the frame may have left
+            return copy, torch.tensor([layer.accumulator.bound])
+        trained = [each for each in holding.segments[g].layers if each.trained]
+        sizes = [p.numel() for p in layer.trained.values()]
+        own = dict(zip(layer.trained, total.totals[trained.index(layer)].split(sizes), strict=True))[name]
+        return own, torch.tensor([self.desk.step(step).settled[g].bounds[layer.index]])
 
     async def _finish_tied(self, step: int, group: TiedGroup, divisor: float) -> None:
         sums, bounds = [], []
-        for name, index in zip(group.names, group.layers(), strict=True):
-            g = self._segment_of(index)
-            if g in self.mine:
-                layer = self.state.layers[index]
-                total, bound = layer.sums()[name], torch.tensor([layer.accumulator.bound])
-                if self._speaks(g):
-                    self._tell_both(step, f"tied {name}", total, bound, self._sharers(group, g))
+        for name in group.names:
+            g = self._segment_of(layer_of(name))
+            if g in self.desk.step(step).settled and self._undivided(step, g):
+                total, bound = self._own_sum(step, name, g)
             else:
-                total, bound = await self._hear(step, f"tied {name}")
-                total = total.to(group.gradient.device)
-            sums.append(total)
+                total, bound = await self._hear_once(step, f"tied {name}")
+            sums.append(total.to(group.gradient.device))
             bounds.append(int(bound))
         group.finish(sums, bounds, divisor)
+
+    def _undivided(self, step: int, g: int) -> bool:
+        """Whether the sum can still be read here: it is kept, or its layers have not been divided yet."""
+        return g in self.desk.step(step).sums or self.desk.holdings[g % self.plan.stages].version == step
 
     def _segment_of(self, layer: int) -> int:
         return next(g for g, (low, high) in enumerate(self.epoch.segments) if low <= layer < high)
 
     def _speaks(self, g: int) -> bool:
-        return self.plan.holders_of(g)[0] == self.executor.slot
+        return self.executor.runners(g)[0] == self.executor.slot
 
-    def _others(self) -> list[int]:
-        return [w for w in range(len(self.epoch.members)) if w != self.executor.slot]
+    def _everyone(self) -> list[int]:
+        return [slot for slot, member in enumerate(self.epoch.members) if member is not None]
 
-    def _without(self, g: int) -> list[int]:
-        """Workers that do not hold a segment."""
-        held = set(self.plan.holders_of(g))
-        return [w for w in self._others() if w not in held]
+    def _without(self, g: int, told: Collection[int]) -> list[int]:
+        """Of some workers those that do not run a segment."""
+        return [slot for slot in told if slot not in self.executor.runners(g)]
 
-    def _sharers(self, group: TiedGroup, g: int) -> list[int]:
-        """Workers that hold another layer of the group, but not this segment."""
-        holders = {w for index in group.layers() for w in self.plan.holders_of(self._segment_of(index))}
-        return [w for w in self._without(g) if w in holders]
+    def _sharers(self, names: Iterable[str], g: int, told: Collection[int]) -> list[int]:
+        """Workers that hold another layer of a tied group, but not this segment."""
+        holders = {w for name in names for w in self._holders(self._segment_of(layer_of(name)))}
+        return [slot for slot in told if slot in holders and slot not in self.executor.runners(g)]
 
-    def _tell(self, step: int, name: str, value: Tensor, workers: Iterable[int]) -> None:
-        for worker in workers:
-            self.executor.transport.send(self.epoch.members[worker].address, self._key(step, name), [value])
+    def _holders(self, g: int) -> set[int]:
+        stage = g % self.plan.stages
+        return {*self.executor.runners(g), *(s.slot for s in self.epoch.shadows if s.stage == stage)}
 
-    def _tell_both(self, step: int, name: str, value: Tensor, second: Tensor, workers: Iterable[int]) -> None:
-        copy = value.detach().to("cpu", copy=True)  # the sum is cleared before the frame may have left
-        for worker in workers:
-            self.executor.transport.send(self.epoch.members[worker].address, self._key(step, name), [copy, second])
+    def _tell(self, step: int, name: str, values: list[Tensor], slots: Iterable[int]) -> None:
+        for slot in slots:
+            if slot != self.executor.slot:
+                self.executor.transport.send(self.epoch.address(slot), self._key(step, name), values)
 
     async def _hear(self, step: int, name: str) -> tuple[Tensor, ...]:
         found = await self.executor.transport.receive(self._key(step, name))
         return tuple(value for value in found if value is not None)
+
+    async def _hear_once(self, step: int, name: str) -> tuple[Tensor, ...]:
+        """Several stages held here may ask for the same: it comes once."""
+        heard = self.desk.step(step).heard
+        if name not in heard:
+            heard[name] = await self._hear(step, name)
+        return heard[name]
 
     def _key(self, step: int, name: str) -> Key:
         return Key(self.epoch.number, step, name)

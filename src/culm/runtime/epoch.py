@@ -10,6 +10,9 @@ from typing import TypeAlias
 
 import msgspec
 
+from culm.plan.lineage import Standing
+from culm.plan.recover import Recovery
+
 
 class Member(msgspec.Struct, frozen=True):
     """A worker of the epoch. Its place in the list of members is its slot: pipeline * P + stage."""
@@ -18,13 +21,25 @@ class Member(msgspec.Struct, frozen=True):
     address: str
 
 
+class Shadow(msgspec.Struct, frozen=True):
+    """A worker that keeps a copy of a stage it does not run, stepped with the complete sums that `source` sends."""
+
+    stage: int
+    slot: int
+    source: int
+    """The slot whose worker runs the stage, and sends its sums."""
+    fresh: bool = False
+    """It has no copy yet: the source sends one, and sums from there on."""
+
+
 class Epoch(msgspec.Struct, frozen=True, tag="epoch"):
     """Members, layers by segment, and the plan; complete in itself."""
 
     number: int
     leader: str
     """Where reports go."""
-    members: tuple[Member, ...]
+    members: tuple[Member | None, ...]
+    """By slot; None: nobody fills it."""
     segments: tuple[tuple[int, int], ...]
     """Layers [first, last + 1) of each segment."""
     plan: str
@@ -44,7 +59,53 @@ class Epoch(msgspec.Struct, frozen=True, tag="epoch"):
     """The checkpoint to start from: its number of completed steps."""
     resume_from: str | None = None
     kept: bool = False
-    """Whether senders keep what they sent until the step commits."""
+    """Whether what actions made is kept until the step commits, so that a loss can be recovered from."""
+    shadows: tuple[Shadow, ...] = ()
+    eager: bool = False
+    """Whether shadows run the forward of their replicas where they would otherwise wait."""
+    committed: int = 0
+    """Steps below this number are committed."""
+    reset: bool = True
+    """Whether workers build or load their layers anew; otherwise they go on with what they have in hand."""
+    recovery: Recovery = Recovery()
+    """How the steps that were open are completed, before `start`."""
+
+    def slot_of(self, node: int) -> int | None:
+        """The slot that a node fills in this epoch."""
+        return next((slot for slot, m in enumerate(self.members) if m is not None and m.node == node), None)
+
+    def address(self, slot: int) -> str:
+        member = self.members[slot]
+        assert member is not None, f"nobody fills slot {slot}"
+        return member.address
+
+    @property
+    def alive(self) -> tuple[Member, ...]:
+        """The members that there are."""
+        return tuple(member for member in self.members if member is not None)
+
+
+class Halt(msgspec.Struct, frozen=True, tag="halt"):
+    """The leader to workers: leave every epoch below this number and report what you have in hand."""
+
+    epoch: int
+    leader: str
+
+
+class Report(msgspec.Struct, frozen=True, tag="standing"):
+    """A worker's answer to a halt. Nothing of the epochs below can finish there any more."""
+
+    node: int
+    epoch: int
+    standing: Standing
+
+
+class Level(msgspec.Struct, frozen=True, tag="level"):
+    """A fresh shadow to the leader: my copy of the stage is complete and follows the sums."""
+
+    node: int
+    epoch: int
+    stage: int
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -129,6 +190,8 @@ class Final(msgspec.Struct, frozen=True, tag="final"):
     peak_tapes: int
     peak_rss: int
     waited_s: float
+    eager: tuple[int, int] = (0, 0)
+    """Forwards of replicas: how many found a bubble, of how many."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
@@ -149,6 +212,9 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
 
 Message: TypeAlias = (
     Epoch
+    | Halt
+    | Report
+    | Level
     | Hello
     | Ready
     | Permit

@@ -8,25 +8,27 @@ from __future__ import annotations
 
 import asyncio
 import collections
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from culm.runtime.book import Book, Settled
+from culm.plan.recover import Wiring, made, needed
 from culm.runtime.data import Values, evaluation_batch, evaluation_share, micro_batch
-from culm.runtime.segment import Segment
-from culm.runtime.update import apply_statistics
-from culm.schedule import Action, Kind, Plan, lower
+from culm.runtime.desk import Sum
+from culm.schedule import Action, Kind, Plan
 from culm.transport.base import Group, Key, Tensors
 
 if TYPE_CHECKING:
     from culm.job import Job
+    from culm.plan.place import Task
     from culm.runtime.clock import Clock
+    from culm.runtime.desk import Desk
     from culm.runtime.epoch import Epoch
-    from culm.runtime.state import State
+    from culm.runtime.segment import Segment
+    from culm.runtime.shadow import Shadows
     from culm.transport.base import Transport
 
 _BUCKET = 25 << 20
@@ -42,44 +44,60 @@ class Op:
     action: Action
     segment: Segment
     label: str
+    name: str | None
+    """What its output goes by: 2F0, or 1I3 for a gradient, whether I or B made it."""
     source: str | None
     """Name of the frame that it waits for; None: found at home, or made from data."""
     home: str | None
-    """Name of the value that an earlier action of this worker left."""
+    """Name of the value that lies here: an earlier action of this worker left it, or it was kept."""
     targets: tuple[str, ...]
     """Addresses that its output goes to."""
     keeps: bool
     """Whether a later action of this worker takes its output."""
+    again: bool = False
+    """Run for its output alone: nothing is counted and no tape stays."""
 
 
 class Executor:
     """Runs the steps of one epoch on one worker."""
 
-    def __init__(self, job: Job, epoch: Epoch, slot: int, state: State, transport: Transport, clock: Clock) -> None:
-        self.job, self.epoch, self.slot, self.state = job, epoch, slot, state
+    def __init__(self, job: Job, epoch: Epoch, slot: int, desk: Desk, transport: Transport, clock: Clock) -> None:
+        self.job, self.epoch, self.slot, self.desk = job, epoch, slot, desk
         self.transport, self.clock = transport, clock
-        self.node = epoch.members[slot].node
+        member = epoch.members[slot]
+        assert member is not None
+        self.node = member.node
         self.plan = Plan.from_text(epoch.plan)
-        self.segments = {g: Segment(job, state, range(*epoch.segments[g])) for g in self.plan.segments_of(slot)}
+        self.segments = self._run_here(self.plan.stages_of(slot))
         self.program = self._compile(self.plan)
-        self.groups: dict[int, Group] = {}
-        self.books: dict[int, Book] = {}
-        self.settled: dict[int, Settled] = {}
-        self.kept: dict[int, list[Tensor]] = {}
-        self.kept_peak = 0
-        self._kept_bytes = 0
+        self.groups: dict[tuple[int, tuple[int, ...]], Group] = {}
+        self.wiring = Wiring(epoch.recovery, self.plan.segments)
+        self.shadows: Shadows | None = None
         self.tapes_peak = 0
         self.waited_s = 0.0
         self.spans: collections.deque[tuple[int, str, float, float]] = collections.deque(maxlen=4096)
         self._home: dict[str, Values | Tensors] = {}
-        self._reducing: dict[int, asyncio.Task[None]] = {}
+        self._reducing: dict[tuple[int, int], asyncio.Task[None]] = {}
         self._yielded = clock.now()
 
+    def _run_here(self, stages: Iterable[int]) -> dict[int, Segment]:
+        found = {g: segment for stage in stages for g, segment in self.desk.holdings[stage].segments.items()}
+        return dict(sorted(found.items()))
+
+    def runners(self, g: int) -> tuple[int, ...]:
+        """The slots whose workers add to the sum of a segment."""
+        return self.plan.holders_of(g)
+
     async def join(self) -> None:
-        """Meet the peers of each segment."""
-        for g in self.segments:
-            holders = [self.epoch.members[w].address for w in self.plan.holders_of(g)]
-            self.groups[g] = self.transport.group(Key(self.epoch.number, 0, f"group {g}"), holders)
+        """Meet those that run the same segments: in the plan and, where they differ, in the recovery."""
+        wanted = {(g, self.runners(g)) for g in self.segments}
+        for stage, runners in enumerate(self.epoch.recovery.runners):
+            if self.slot in runners:
+                wanted |= {(g, runners) for g in range(stage, self.plan.segments, self.plan.stages)}
+        for g, runners in sorted(wanted):
+            holders = [self.epoch.address(w) for w in runners]
+            name = f"group {g} of {','.join(map(str, runners))}"
+            self.groups[g, runners] = self.transport.group(Key(self.epoch.number, 0, name), holders)
         await asyncio.gather(*(group.join() for group in self.groups.values()))
 
     def leave(self) -> None:
@@ -91,29 +109,38 @@ class Executor:
 
     def _compile(self, plan: Plan) -> list[Op]:
         placement = plan.placement()
-        address = [member.address for member in self.epoch.members]
+        takers: dict[Action, int] = {}
+        makers: dict[Action, int] = {}
+        for action, worker in placement.items():
+            needs, makes = needed(action, plan.segments), made(action)
+            if needs is not None:
+                takers[needs] = worker
+            if makes is not None:
+                makers[makes] = worker
         ops = []
-        for step in lower(plan)[self.slot]:
-            action = step.action
-            before, after = _neighbours(action, plan.segments, placement)
+        for action in plan.workers[self.slot] if self.slot < len(plan.workers) else ():
+            needs, makes = needed(action, plan.segments), made(action)
+            source = None if needs is None else makers[needs]
+            taker = None if makes is None else takers.get(makes)
             ops.append(
                 Op(
                     action=action,
                     segment=self.segments[action.segment],
                     label=str(action),
-                    source=str(step.receives[0].producer) if step.receives else None,
-                    home=str(before) if before is not None and placement[before] == self.slot else None,
-                    targets=tuple(address[edge.target] for edge in step.sends),
-                    keeps=after is not None and placement[after] == self.slot,
+                    name=None if makes is None else str(makes),
+                    source=str(needs) if source is not None and source != self.slot else None,
+                    home=str(needs) if source == self.slot else None,
+                    targets=() if taker in (None, self.slot) else (self.epoch.address(taker or 0),),
+                    keeps=taker == self.slot,
                 )
             )
         return ops
 
     async def step(self, step: int) -> None:
-        """Run the list of one step. Afterwards `settled` holds the complete sums' counts, losses and statistics."""
-        self.books = {g: Book(segment, self.job.micro_batches) for g, segment in self.segments.items()}
-        self.settled = {}
+        """Run the list of one step. Afterwards its complete sums are here, settled."""
         self._home.clear()
+        for g, segment in self.segments.items():
+            self.desk.book(step, g, segment)
         self.transport.busy(True)
         try:
             for op in self.program:
@@ -122,34 +149,84 @@ class Executor:
                 await self._run(step, op)
         finally:
             self.transport.busy(False)
-        for g in self.segments:
-            await self._reducing.pop(g)
+        await self.reduced(step, self.segments)
+
+    async def tasks(self, step: int, tasks: Sequence[Task], segments: dict[int, Segment]) -> None:
+        """Run what a recovery asks of this worker for one step, and begin to add up what is complete here."""
+        recovery = self.epoch.recovery
+        ops = self._compile_tasks(step, tasks, segments)
+        for g, segment in segments.items():
+            self.desk.book(step, g, segment)
+        last = {op.action.segment: number for number, op in enumerate(ops) if not op.again}
+        due = [g for g in segments if recovery.giver(step, g) is None]
+        for g in due:
+            if g not in last:
+                await self.start_reduce(step, g, recovery.runners[g % self.plan.stages])
+        for number, op in enumerate(ops):
+            await self._run(step, op)
+            g = op.action.segment
+            if g in due and last.get(g) == number:
+                await self.start_reduce(step, g, recovery.runners[g % self.plan.stages])
+        await self.reduced(step, due)
+
+    def _compile_tasks(self, step: int, tasks: Sequence[Task], segments: dict[int, Segment]) -> list[Op]:
+        wiring = self.wiring
+        ghosts: dict[int, Segment] = {}
+        for stage in {task.action.segment % self.plan.stages for task in tasks if task.again}:
+            ghosts |= self.desk.holdings[stage].ghost(step)
+        ops = []
+        for task in tasks:
+            action = task.action
+            needs, makes = needed(action, self.plan.segments), made(action)
+            source = None if needs is None else wiring.source(step, needs, self.slot)
+            takers = [] if makes is None else wiring.takers(step, makes)
+            ops.append(
+                Op(
+                    action=action,
+                    segment=ghosts[action.segment] if task.again else segments[action.segment],
+                    label=str(action),
+                    name=None if makes is None else str(makes),
+                    source=str(needs) if source is not None and source != self.slot else None,
+                    home=str(needs) if source == self.slot else None,
+                    targets=tuple(self.epoch.address(w) for w in takers if w != self.slot),
+                    keeps=self.slot in takers,
+                    again=task.again,
+                )
+            )
+        return ops
+
+    def resend(self, step: int) -> None:
+        """Send what was kept here of an open step to those who need it and have nobody else to take it from."""
+        outputs = self.desk.step(step).outputs
+        for name, takers in self.wiring.resends(step, self.slot):
+            for taker in takers:
+                self.transport.send(self.epoch.address(taker), Key(self.epoch.number, step, name), outputs[name])
 
     async def _run(self, step: int, op: Op) -> None:
         micro = op.action.micro
         kind = op.action.kind
         if kind is Kind.R:
-            await self._start_reduce(op.action.segment)
+            await self.start_reduce(step, op.action.segment, self.runners(op.action.segment))
             return
         assert micro is not None
-        given = await self._given(step, op)
         start = self.clock.now()
         if start - self._yielded > _YIELD_S:
             await asyncio.sleep(0)
             self._yielded = start
-        made: Sequence[Tensor | None] = ()
+        given = await self._given(step, op)
+        start = self.clock.now()
+        values: Sequence[Tensor | None] = ()
         if kind is Kind.F:
-            made = self._forward(step, micro, op, given)
+            values = self._forward(step, micro, op, given)
         elif kind is Kind.B:
-            made = op.segment.backward(step, micro, given)
+            values = op.segment.backward(step, micro, given)
         elif kind is Kind.I:
-            made = op.segment.backward_input(step, micro, given)
+            values = op.segment.backward_input(step, micro, given)
         else:
             op.segment.backward_weight(step, micro)
         if kind in (Kind.B, Kind.W):
-            self.books[op.action.segment].count(micro)
-        await self.clock.work(self.node, step, op.label)
-        self._hand_on(step, op, made)
+            self.desk.book(step, op.action.segment, op.segment).count(micro)
+        await self._hand_on(step, op, values)
         self.spans.append((step, op.label, start, self.clock.now()))
 
     async def _given(self, step: int, op: Op) -> Any:
@@ -158,90 +235,147 @@ class Executor:
             key = Key(self.epoch.number, step, op.source)
             found = self.transport.arrived(key)
             if found is None:
-                began = self.clock.now()
-                found = await self.transport.receive(key)
-                self._yielded = self.clock.now()
-                self.waited_s += self._yielded - began
-            return _placed(found, self.state.device)
-        return self._home.pop(op.home) if op.home is not None else ()
+                found = await self._wait(step, key)
+            return _placed(found, self.desk.device)
+        if op.home is None:
+            return ()
+        left = self._home.pop(op.home, None)
+        return left if left is not None else _placed(self.desk.step(step).outputs[op.home], self.desk.device)
+
+    async def _wait(self, step: int, key: Key) -> Tensors:
+        """A bubble: look after replicas, if there are any, until the frame has come."""
+        began = self.clock.now()
+        while self.shadows is not None and await self.shadows.spare(step):
+            found = self.transport.arrived(key)
+            if found is not None:
+                self.waited_s += self.clock.now() - began
+                return found
+        found = await self.transport.receive(key)
+        self._yielded = self.clock.now()
+        self.waited_s += self._yielded - began
+        return found
 
     def _forward(self, step: int, micro: int, op: Op, inputs: Values) -> Values:
         target = None
         first = op.action.segment == 0
         if first or op.segment.last:
-            made, target = micro_batch(self.job, step, micro, self.state.device)
-            inputs = made if first else inputs
+            fresh, target = micro_batch(self.job, step, micro, self.desk.device)
+            inputs = fresh if first else inputs
         outputs, outcome = op.segment.forward(step, micro, inputs, target)
-        self.books[op.action.segment].note(micro, outcome)
-        self.tapes_peak = max(self.tapes_peak, sum(len(s.tapes) for s in self.segments.values()))
+        if not op.again:
+            self.desk.book(step, op.action.segment, op.segment).note(micro, outcome)
+            self.tapes_peak = max(self.tapes_peak, sum(len(s.tapes) for s in self.segments.values()))
         return outputs
 
-    def _hand_on(self, step: int, op: Op, values: Sequence[Tensor | None]) -> None:
-        """Send an output where the placement says, keep it where a recovery may ask for it."""
-        if op.targets:
-            key = Key(self.epoch.number, step, op.label)
-            sent = [None if v is None else v.cpu() for v in values]
-            for address in op.targets:
-                self.transport.send(address, key, sent)
-            if self.epoch.kept:
-                self._keep(step, sent)
+    async def _hand_on(self, step: int, op: Op, values: Sequence[Tensor | None]) -> None:
+        """Keep an output where a recovery may ask for it, and send it where the placement says."""
+        if op.name is None or not (op.targets or op.keeps or self.epoch.kept):
+            await self.clock.work(self.node, step, op.label)
+            return
         if op.keeps:
-            self._home[op.label] = tuple(values)
+            self._home[op.name] = tuple(values)
+        sent = tuple(None if v is None else v.cpu() for v in values)
+        if self.epoch.kept:
+            self.desk.keep(step, op.name, sent)
+        await self.clock.work(self.node, step, op.label)
+        for address in op.targets:
+            self.transport.send(address, Key(self.epoch.number, step, op.name), sent)
 
-    def _keep(self, step: int, tensors: Sequence[Tensor | None]) -> None:
-        found = [t for t in tensors if t is not None]
-        self.kept.setdefault(step, []).extend(found)
-        self._kept_bytes += sum(t.nbytes for t in found)
-        self.kept_peak = max(self.kept_peak, self._kept_bytes)
-
-    def committed(self, step: int) -> None:
-        """Every holder has the sums of this step: what was kept for it may go."""
-        for old in [s for s in self.kept if s <= step]:
-            self._kept_bytes -= sum(t.nbytes for t in self.kept.pop(old))
-
-    async def _start_reduce(self, g: int) -> None:
-        """R: begin to add up a segment over the pipelines, and go on with other work meanwhile."""
-        self._reducing[g] = asyncio.create_task(self._reduce(g))
-        if self.plan.pipelines > 1:
+    async def start_reduce(self, step: int, g: int, runners: tuple[int, ...]) -> None:
+        """R: begin to add up a segment over its runners, and go on with other work meanwhile."""
+        await self.clock.work(self.node, step, f"{g}R")
+        self._reducing[step, g] = asyncio.create_task(self._reduce(step, g, runners))
+        if len(runners) > 1:
             await asyncio.sleep(0)  # lets the task start its first bucket
 
-    async def _reduce(self, g: int) -> None:
+    async def reduced(self, step: int, segments: Iterable[int]) -> None:
+        """Until the sums of these segments are complete."""
+        for g in segments:
+            await self._reducing.pop((step, g))
+
+    async def _reduce(self, step: int, g: int, runners: tuple[int, ...]) -> None:
         """Sum on copies: an accumulator holds its own sum, or the complete one, never something between."""
-        book, group = self.books[g], self.groups[g]
+        segment = self.desk.holdings[g % self.plan.stages].segments[g]
+        book = self.desk.book(step, g, segment)
         rider = book.rider()
-        if self.plan.pipelines > 1:
-            totals = [layer.accumulator.total for layer in book.segment.layers if layer.trained]
+        totals = [layer.accumulator.total for layer in segment.layers if layer.trained]
+        if len(runners) > 1:
             buckets = list(_buckets(totals))
             copies = [torch.cat([t.reshape(-1) for t in bucket]).cpu() for bucket in buckets]
+            group = self.groups[g, runners]
             await asyncio.gather(*(group.all_reduce(copy) for copy in (*copies, rider)))
-            for bucket, copy in zip(buckets, copies, strict=True):
-                for total, part in zip(bucket, copy.split([t.numel() for t in bucket]), strict=True):
-                    total.copy_(part)
-        self.settled[g] = book.settle(rider)
+            parts = [
+                part
+                for bucket, copy in zip(buckets, copies, strict=True)
+                for part in copy.split([t.numel() for t in bucket])
+            ]
+            for total, part in zip(totals, parts, strict=True):
+                total.copy_(part)
+        elif self.epoch.kept:
+            parts = [total.to("cpu", copy=True) for total in totals]
+        else:
+            parts = []
+        self.desk.step(step).loaded.add(g)
+        self._complete(step, g, Sum(parts, rider))
+        for shadow in self.epoch.shadows if self.epoch.kept else ():
+            served = shadow.source == self.slot and shadow.stage == g % self.plan.stages
+            if served and not (shadow.fresh and step < self.epoch.start):
+                self.give(step, g, shadow.slot)
 
-    def move_statistics(self) -> None:
-        """Every holder applies the statistics of the step once, in micro-batch order."""
-        for g, settled in self.settled.items():
-            for layer in self.segments[g].layers:
-                apply_statistics(layer, settled.statistics.get(layer.index, ()))
+    def _complete(self, step: int, g: int, total: Sum) -> None:
+        """A sum is complete: settle what rode along."""
+        open_step = self.desk.step(step)
+        segment = self.desk.holdings[g % self.plan.stages].segments[g]
+        book = self.desk.book(step, g, segment)
+        open_step.settled[g] = book.settle(total.rider)
+        if self.epoch.kept:
+            open_step.sums[g] = total
+
+    def give(self, step: int, g: int, slot: int) -> None:
+        """Send a complete sum to another holder."""
+        segment = self.desk.holdings[g % self.plan.stages].segments[g]
+        total = self.desk.step(step).sums[g]
+        frame = [*total.totals, total.rider, *self.desk.book(step, g, segment).template()]
+        self.transport.send(self.epoch.address(slot), Key(self.epoch.number, step, f"sum {g}"), frame)
+
+    def give_lacking(self, step: int) -> None:
+        """In a recovery: whoever was chosen to gives a sum that is complete to all that lack it."""
+        recovery = self.epoch.recovery
+        for at, g, giver in recovery.sums:
+            if at == step and giver == self.slot:
+                for slot in recovery.lacking(step, g % self.plan.stages):
+                    if slot != self.slot:
+                        self.give(step, g, slot)
+
+    async def take(self, step: int, g: int) -> None:
+        """Receive the complete sum of a segment from a worker that has it."""
+        frame = await self.transport.receive(Key(self.epoch.number, step, f"sum {g}"))
+        self.taken(step, g, frame)
+
+    def taken(self, step: int, g: int, frame: Tensors) -> None:
+        values = [value for value in frame if value is not None]
+        segment = self.desk.holdings[g % self.plan.stages].segments[g]
+        trained = sum(1 for layer in segment.layers if layer.trained)
+        self.desk.book(step, g, segment).learn(values[trained + 1 :])
+        self._complete(step, g, Sum(values[:trained], values[trained]))
 
     async def evaluate(self, step: int) -> list[tuple[int, float, float]]:
         """Run the F-only plan over the evaluation set: (micro-batch, loss, weight) of each that ends on this worker."""
         assert self.epoch.evaluation is not None
-        plan = Plan.from_text(self.epoch.evaluation)
         found: list[tuple[int, float, float]] = []
-        for op in self._compile(plan) if self.slot < len(plan.workers) else ():
+        for op in self._compile(Plan.from_text(self.epoch.evaluation)):
             micro = op.action.micro
             assert micro is not None
             key = Key(self.epoch.number, step, f"evaluate {op.source}")
-            given: Any = _placed(await self.transport.receive(key), self.state.device) if op.source else ()
+            given: Any = _placed(await self.transport.receive(key), self.desk.device) if op.source else ()
             if op.home is not None:
                 given = self._home.pop(f"evaluate {op.home}")
             target: Any = None
             if op.action.segment == 0 or op.segment.last:
-                made, target = evaluation_batch(self.job, micro, self.state.device)
-                given = made if op.action.segment == 0 else given
+                fresh, target = evaluation_batch(self.job, micro, self.desk.device)
+                given = fresh if op.action.segment == 0 else given
             outputs, outcome = op.segment.evaluate(micro, given, target)
+            await self.clock.work(self.node, step, f"evaluate {op.label}")
             for address in op.targets:
                 self.transport.send(address, Key(self.epoch.number, step, f"evaluate {op.label}"), outputs)
             if op.keeps:
@@ -249,24 +383,6 @@ class Executor:
             if outcome.loss is not None:
                 found.append((micro, *evaluation_share(self.job, micro, outcome.loss, outcome.weight)))
         return found
-
-
-def _neighbours(action: Action, segments: int, placement: dict[Action, int]) -> tuple[Action | None, Action | None]:
-    """The action whose output this one takes, and the one that takes its output, in the graph of the step."""
-    g, kind, micro = action
-    if kind is Kind.F:
-        before, after = Action(g - 1, Kind.F, micro), Action(g + 1, Kind.F, micro)
-        return before if g else None, after if g + 1 < segments else None
-    if kind in (Kind.I, Kind.B):
-        return _backward_of(g + 1, segments, micro, placement), _backward_of(g - 1, segments, micro, placement)
-    return None, None
-
-
-def _backward_of(g: int, segments: int, micro: int | None, placement: dict[Action, int]) -> Action | None:
-    if not 0 <= g < segments:
-        return None
-    split = Action(g, Kind.I, micro)
-    return split if split in placement else Action(g, Kind.B, micro)
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Any:

@@ -51,6 +51,8 @@ class Tape:
     """With recomputation: layers and their inputs, in order."""
     pending: Gradients | None = None
     """Gradients of the outputs, when I had nothing to do and W does everything."""
+    halved: bool = False
+    """I is done."""
 
 
 @dataclass(slots=True)
@@ -72,6 +74,8 @@ class Segment:
         self.last = layers[-1] == len(job.layers) - 1
         self.moving = any(layer.moving for layer in self.layers)
         self.tapes: dict[tuple[int, int], Tape] = {}
+        self.pattern: dict[int, Statistics] = {}
+        """Statistics of some micro-batch, once one has run: all have the same shapes."""
         self._loss_manner = Manner(exact=job.exact, draws=knows_outside(job.loss) or None)
         self._cast: Callable[[], AbstractContextManager[Any]] = nullcontext
         if job.precision == "bf16":
@@ -125,6 +129,7 @@ class Segment:
     def backward_input(self, step: int, micro: int, gradients: Gradients) -> Gradients:
         """I: gradients of the inputs only. What W needs stays on the tape."""
         tape = self.tapes[step, micro]
+        tape.halved = True
         if not any(x.requires_grad for x in tape.inputs):
             tape.pending = gradients
             return tuple(None for _ in tape.inputs)

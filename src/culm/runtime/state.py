@@ -294,6 +294,15 @@ class State:
             found.buffers.update(self.layers[index].buffers())
         return found
 
+    def whole(self) -> Snapshot:
+        """All that is held here, with every tied group that touches it: enough to build the same elsewhere."""
+        found = Snapshot()
+        for _, unit in self.units():
+            found.update(unit.snapshot())
+        for layer in self.layers.values():
+            found.buffers.update(layer.buffers())
+        return found
+
     @torch.no_grad()
     def restore(self, saved: Snapshot) -> None:
         """Take whatever the snapshot has for the layers held here."""

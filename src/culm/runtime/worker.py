@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import resource
 import traceback
 from typing import TYPE_CHECKING
@@ -12,17 +13,24 @@ import torch
 
 from culm.checkpoint import Catalog, Storage
 from culm.errors import CulmError, EpochClosed, LayerFailed, NodeLost
+from culm.plan.lineage import Standing
 from culm.runtime import epoch as letters
-from culm.runtime.closing import Closed, Closing
+from culm.runtime.closing import Closing
+from culm.runtime.desk import Desk
 from culm.runtime.epoch import Epoch, decode, encode
 from culm.runtime.executor import Executor
-from culm.runtime.state import Snapshot, State
+from culm.runtime.shadow import Shadows, build, send_copies
+from culm.runtime.state import Snapshot
 from culm.schedule import Plan
 
 if TYPE_CHECKING:
     from culm.job import Job
     from culm.runtime.clock import Clock
-    from culm.transport.base import Address, Transport
+    from culm.runtime.state import State
+    from culm.transport.base import Address, Key, Tensors, Transport
+
+_MADE = re.compile(r"[0-9]+[FI][0-9]+")
+"""Names of what actions made."""
 
 
 class Worker:
@@ -31,14 +39,20 @@ class Worker:
     def __init__(self, job: Job, node: int, agent: Address, transport: Transport, clock: Clock) -> None:
         self.job, self.node, self.agent = job, node, agent
         self.transport, self.clock = transport, clock
-        self.state: State | None = None
+        self.desk: Desk | None = None
         self.permit = 0
+        self.committed = 0
+        """Steps below this number are committed."""
         self.finish: int | None = None
         self._news = asyncio.Event()
         self._training: asyncio.Task[None] | None = None
         self._saving: asyncio.Task[None] | None = None
         self._executor: Executor | None = None
         self._saved_step: int | None = None
+        self._floor = 0
+        """No epoch below this number is listened to."""
+        self._told = (0, 0)
+        """(epoch, step): the first step that the leader of the epoch has not had a report of."""
 
     async def run(self) -> None:
         """Say hello, then follow the letters until the end."""
@@ -47,11 +61,11 @@ class Worker:
             while await self._heed(await self.transport.letter()):
                 pass
         finally:
-            for task in (self._training, self._saving):
-                if task is not None:
-                    task.cancel()
-                    with contextlib.suppress(asyncio.CancelledError, Exception):
-                        await task
+            await self._stop_training()
+            if self._saving is not None:
+                self._saving.cancel()
+                with contextlib.suppress(asyncio.CancelledError, Exception):
+                    await self._saving
 
     async def _heed(self, letter: tuple[Address, bytes | None]) -> bool:
         """Act on a letter; False ends the worker."""
@@ -61,14 +75,15 @@ class Worker:
             return sender != self.agent  # without its agent a worker has no reason to be
         match decode(body):
             case Epoch() as epoch:
-                self._training = asyncio.create_task(self._train(epoch))
+                await self._adopt(epoch)
+            case letters.Halt(number, leader):
+                await self._halt(number, leader)
             case letters.Permit(until):
                 self.permit = max(self.permit, until)
             case letters.Finish(step):
                 self.finish = step
             case letters.Commit(step):
-                if self._executor is not None:
-                    self._executor.committed(step)
+                self._commit(step + 1)
             case letters.Stop():
                 return False
         self._news.set()
@@ -77,90 +92,227 @@ class Worker:
     def _missed(self, sender: Address) -> None:
         """A connection broke: a suspicion, which the leader judges."""
         epoch = self._executor.epoch if self._executor is not None else None
-        if epoch is not None and any(member.address == sender for member in epoch.members):
+        if epoch is not None and any(member.address == sender for member in epoch.alive):
             missing = letters.Failed(self.node, NodeLost.__name__, f"the connection to {sender} broke")
             self.transport.post(epoch.leader, encode(missing))
 
+    def _commit(self, steps: int) -> None:
+        """All steps below are committed: what was kept for them goes."""
+        self.committed = max(self.committed, steps)
+        if self.desk is not None:
+            self.desk.committed(self.committed - 1)
+
+    async def _halt(self, number: int, leader: Address) -> None:
+        """Leave the epoch between two actions and say what is in hand. Nothing of it can finish any more."""
+        training = self._training is not None and not self._training.done()
+        if number < self._floor or (number == self._floor and training):
+            # Another leader was further: this one has to begin above.
+            self.transport.post(leader, encode(letters.Report(self.node, self._floor, Standing())))
+            return
+        self._floor = number
+        left = self.transport.close_epochs(number)
+        await self._stop_training()
+        if self._executor is not None:
+            self._salvage(self._executor, left)
+        await self.clock.work(self.node, self.committed, "standing")
+        standing = self.desk.standing() if self.desk is not None else Standing()
+        self.transport.post(leader, encode(letters.Report(self.node, number, standing)))
+
+    def _salvage(self, executor: Executor, left: dict[Key, Tensors]) -> None:
+        """What had come and was not used yet may be all that is left of it."""
+        for (_, step, name), tensors in left.items():
+            kind, _, segment = name.partition(" ")
+            if step < self.committed:
+                continue
+            if kind == "sum" and int(segment) % executor.plan.stages in executor.desk.holdings:
+                executor.taken(step, int(segment), tensors)
+            elif _MADE.fullmatch(name):
+                executor.desk.keep(step, name, tensors)
+
+    async def _stop_training(self) -> None:
+        if self._training is not None:
+            self._training.cancel()
+            with contextlib.suppress(asyncio.CancelledError, EpochClosed):
+                await self._training
+            self._training = None
+
+    async def _adopt(self, epoch: Epoch) -> None:
+        """Train under an epoch from now on; nobody ever accepts a lower one."""
+        if epoch.number < self._floor or epoch.slot_of(self.node) is None:
+            return
+        await self._stop_training()
+        self._floor = epoch.number
+        self.transport.close_epochs(epoch.number)
+        self._training = asyncio.create_task(self._train(epoch))
+
     async def _train(self, epoch: Epoch) -> None:
         """The life of an epoch here. An error becomes one letter to the leader."""
+        executor = None
         try:
-            await self._run_epoch(epoch)
+            await self.clock.work(self.node, epoch.start, "adopt")
+            executor = await self._prepare(epoch)
+            await self._run_epoch(executor)
         except (asyncio.CancelledError, EpochClosed):
             raise
         except Exception as error:
             self.transport.post(epoch.leader, encode(failure(self.node, error)))
         finally:
-            if self._executor is not None:
-                self._executor.leave()
+            if executor is not None:
+                executor.leave()
 
-    async def _run_epoch(self, epoch: Epoch) -> None:
-        slot = next(i for i, member in enumerate(epoch.members) if member.node == self.node)
-        began = self.clock.now()
-        executor = await self._prepare(epoch, slot)
+    async def _run_epoch(self, executor: Executor) -> None:
+        epoch = executor.epoch
         closing = Closing(executor)
+        shadows = executor.shadows = Shadows(executor, closing, lambda shadow: self._level(epoch, shadow))
+        began = self.clock.now()
+        await executor.join()
         self.transport.post(epoch.leader, encode(letters.Ready(self.node, epoch.number, self.clock.now() - began)))
+        await self._recover(executor, closing)
+        self._tidy(executor)
+        send_copies(executor)
         step = epoch.start
-        while await self._may_run(step):
+        if epoch.recovery.steps:
+            await self._after(executor, step)
+        while await self._may_run(executor, step):
             await self._step(executor, closing, step)
             step += 1
             await self._after(executor, step)
+        await shadows.catch_up(step)
+        self._report_closed(executor)
         await self._save(executor, step)
         await self._saved()
         self.transport.post(epoch.leader, encode(self._final(executor)))
 
-    async def _prepare(self, epoch: Epoch, slot: int) -> Executor:
-        """Build the layers of this slot, load what a checkpoint has of them, and meet the peers."""
-        held = [i for g in Plan.from_text(epoch.plan).segments_of(slot) for i in range(*epoch.segments[g])]
-        self.state = State(self.job, held, device_of(self.job))
-        if epoch.resume is not None:
-            assert epoch.resume_from is not None
-            await self.clock.aside(load_checkpoint, self.state, epoch.resume_from, epoch.resume)
-        executor = self._executor = Executor(self.job, epoch, slot, self.state, self.transport, self.clock)
-        await executor.join()
+    def _level(self, epoch: Epoch, shadow: letters.Shadow) -> None:
+        self.transport.post(epoch.leader, encode(letters.Level(self.node, epoch.number, shadow.stage)))
+
+    async def _prepare(self, epoch: Epoch) -> Executor:
+        """Build what this worker is to hold and has not, or load it from a checkpoint; what is in hand stays."""
+        slot = epoch.slot_of(self.node)
+        assert slot is not None
+        if self.desk is None or epoch.reset:
+            self.desk = Desk(self.job, device_of(self.job))
+        self._commit(epoch.committed)
+        self._saved_step = None
+        plan = Plan.from_text(epoch.plan)
+        shadowed = [shadow.stage for shadow in epoch.shadows if shadow.slot == slot and not shadow.fresh]
+        for stage in (*plan.stages_of(slot), *shadowed):
+            if stage not in self.desk.holdings:
+                holding = build(self.job, epoch.segments, plan.stages, stage, self.desk.device, epoch.start)
+                if epoch.resume is not None:
+                    assert epoch.resume_from is not None
+                    await self.clock.aside(load_checkpoint, holding.state, epoch.resume_from, epoch.resume)
+                self.desk.holdings[stage] = holding
+        executor = self._executor = Executor(self.job, epoch, slot, self.desk, self.transport, self.clock)
         return executor
 
-    async def _may_run(self, step: int) -> bool:
-        """Wait until the leader permits the step, or says that the run ends before it."""
+    async def _recover(self, executor: Executor, closing: Closing) -> None:
+        """Complete the steps that were open when the last epoch ended."""
+        recovery, slot, desk = executor.epoch.recovery, executor.slot, executor.desk
+        for step in recovery.steps:
+            executor.resend(step)
+            executor.give_lacking(step)
+        tasks = recovery.tasks(slot) if recovery.steps else []
+        for step in recovery.steps:
+            lacking = [h for h in desk.holdings.values() if h.version == step and h.stage in recovery.versions[slot]]
+            run = {g: s for h in lacking if slot in recovery.runners[h.stage] for g, s in h.segments.items()}
+            await executor.tasks(step, [task for task in tasks if task.step == step], run)
+            for holding in lacking:
+                for g in holding.segments:
+                    if g not in desk.step(step).sums:
+                        await executor.take(step, g)
+            if lacking:
+                await closing.close(step, lacking, recovery.needy(step))
+            else:
+                await closing.tell(step, recovery.needy(step))
+        self._report_closed(executor)
+
+    def _tidy(self, executor: Executor) -> None:
+        """Copies of stages that this worker has no part in any more go."""
+        mine = {*executor.plan.stages_of(executor.slot)}
+        mine |= {shadow.stage for shadow in executor.epoch.shadows if shadow.slot == executor.slot}
+        for stage in [stage for stage in executor.desk.holdings if stage not in mine]:
+            del executor.desk.holdings[stage]
+
+    async def _may_run(self, executor: Executor, step: int) -> bool:
+        """Wait until the leader permits the step, or says that the run ends before it.
+
+        Where a loss can be recovered from, no more than two steps are open: what is kept for them is bounded.
+        """
         while True:
             if self.finish is not None and step >= self.finish:
                 return False
-            if step < self.permit:
+            if step < self.permit and (not executor.epoch.kept or step <= self.committed + 1):
                 return True
+            if executor.shadows is not None:
+                await executor.shadows.catch_up(step)
+                self._report_closed(executor)
             self._news.clear()
             await self._news.wait()
 
     async def _step(self, executor: Executor, closing: Closing, step: int) -> None:
         await executor.step(step)
         start = self.clock.now()
-        closed = await closing.close(step)
+        if executor.shadows is not None:
+            await executor.shadows.catch_up(step)
+            self._report_closed(executor)
+        held = [executor.desk.holdings[stage] for stage in executor.plan.stages_of(executor.slot)]
+        await closing.close(step, held)
         now = self.clock.now()
         for g in executor.segments:
             executor.spans.append((step, f"{g}S", start, now))
-        self.transport.post(executor.epoch.leader, encode(self._report(executor, step, closed, now)))
+        self._report_closed(executor)
+        if not executor.epoch.kept:
+            self._commit(step + 1)
 
-    def _report(self, executor: Executor, step: int, closed: Closed, now: float) -> letters.StepReport:
-        counts = [settled.counts for settled in executor.settled.values()]
+    def _report_closed(self, executor: Executor) -> None:
+        """Tell the leader of every step that all copies here have made: it needs nothing more from this worker."""
+        level = executor.shadows.level if executor.shadows is not None else {}
+        stages = [*executor.plan.stages_of(executor.slot), *level]
+        made = min(executor.desk.holdings[stage].version for stage in stages)
+        for step in sorted(executor.desk.steps):
+            if self._reported(executor.epoch) <= step < made:
+                self.transport.post(executor.epoch.leader, encode(self._report(executor, step)))
+                self._told = executor.epoch.number, step + 1
+
+    def _reported(self, epoch: Epoch) -> int:
+        """Steps below this number have been reported in this epoch; whoever leads a new one hears of them again."""
+        number, steps = self._told
+        return max(steps if number == epoch.number else 0, self.committed)
+
+    def _report(self, executor: Executor, step: int) -> letters.StepReport:
+        open_step = executor.desk.steps[step]
+        counts = [settled.counts for settled in open_step.settled.values()]
+        last = open_step.settled.get(executor.plan.segments - 1)
+        speaks = last is not None and executor.runners(executor.plan.segments - 1)[0] == executor.slot
+        assert open_step.closed is not None
         return letters.StepReport(
             node=self.node,
             epoch=executor.epoch.number,
             step=step,
-            at=now,
+            at=self.clock.now(),
             counted=tuple(map(min, *counts)) if len(counts) > 1 else tuple(counts[0]),
             counted_most=tuple(map(max, *counts)) if len(counts) > 1 else tuple(counts[0]),
-            loss_sum=closed.loss_sum,
-            weight_sum=closed.weight_sum,
-            norm=closed.norm,
-            skipped=closed.skipped,
+            loss_sum=last.loss_sum if speaks and last is not None else None,
+            weight_sum=open_step.totals[1] if speaks and open_step.totals is not None else None,
+            norm=open_step.closed.norm,
+            skipped=open_step.closed.skipped,
         )
 
     async def _after(self, executor: Executor, done: int) -> None:
         """What happens between two steps: evaluation and checkpoints, at the same places for everyone."""
         job, epoch = self.job, executor.epoch
-        if job.evaluate_every and done % job.evaluate_every == 0:
+        if job.evaluate_every and done % job.evaluate_every == 0 and done > self.committed:
+            if executor.shadows is not None:
+                await executor.shadows.catch_up(done)
+                self._report_closed(executor)
             parts = await executor.evaluate(done - 1)
             if parts:
                 report = letters.EvaluationReport(self.node, done - 1, tuple(parts))
                 self.transport.post(epoch.leader, encode(report))
+            while epoch.kept and self.committed < done:  # a loss meanwhile is made good with these weights
+                self._news.clear()
+                await self._news.wait()
         if epoch.checkpoint_every and done % epoch.checkpoint_every == 0:
             await self._save(executor, done)
 
@@ -174,8 +326,7 @@ class Worker:
             return
         await self._saved()
         self._saved_step = done
-        assert self.state is not None
-        snapshot = self.state.snapshot(_share(executor)).copy()
+        snapshot = _share(executor).copy()
         self._saving = asyncio.create_task(self._write(epoch, done, snapshot, executor.slot))
 
     async def _saved(self) -> None:
@@ -198,22 +349,32 @@ class Worker:
         self.transport.post(epoch.leader, encode(report))
 
     def _final(self, executor: Executor) -> letters.Final:
-        assert self.state is not None
+        digests: dict[int, tuple[str, str]] = {}
+        shadows = executor.shadows
+        for stage in (*executor.plan.stages_of(executor.slot), *(shadows.level if shadows is not None else ())):
+            state = executor.desk.holdings[stage].state
+            digests |= state.digests(state.layers)
         return letters.Final(
             node=self.node,
-            digests=self.state.digests(self.state.layers),
+            digests=digests,
             spans=tuple(executor.spans),
-            kept_bytes=executor.kept_peak,
+            kept_bytes=executor.desk.kept_peak,
             peak_tapes=executor.tapes_peak,
             peak_rss=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             waited_s=executor.waited_s,
+            eager=(shadows.eager_run, shadows.eager_due) if shadows is not None else (0, 0),
         )
 
 
-def _share(executor: Executor) -> list[int]:
-    """The layers that this worker saves: each layer is saved by one of its holders, in turn over the pipelines."""
-    pipeline = executor.slot // executor.plan.stages
-    return [index for index in executor.state.layers if index % executor.plan.pipelines == pipeline]
+def _share(executor: Executor) -> Snapshot:
+    """What this worker saves: each layer is saved by one of those that run it, in turn."""
+    found = Snapshot()
+    for g, segment in executor.segments.items():
+        runners = executor.runners(g)
+        turn = runners.index(executor.slot)
+        mine = [layer.index for layer in segment.layers if layer.index % len(runners) == turn]
+        found.update(executor.desk.holdings[g % executor.plan.stages].state.snapshot(mine))
+    return found
 
 
 def load_checkpoint(state: State, root: str, step: int) -> None:

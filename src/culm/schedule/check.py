@@ -57,7 +57,7 @@ def _check_cells(plan: Plan, worker: int, forward_only: bool) -> None:
     """Each cell is an action of this worker, and there once."""
     seen: set[Action] = set()
     segments, micros = plan.segments_of(worker), plan.micros_of(worker)
-    orphans = frozenset(plan.orphans_of(worker % plan.stages))
+    orphans = {stage: frozenset(plan.orphans_of(stage)) for stage in range(plan.stages)} if plan.failed else {}
     for index, action in enumerate(plan.workers[worker]):
         if worker in plan.failed:
             raise _wrong(plan, worker, index, "this worker has failed and can run nothing")
@@ -67,7 +67,9 @@ def _check_cells(plan: Plan, worker: int, forward_only: bool) -> None:
             raise _wrong(plan, worker, index, f"this worker holds the segments {', '.join(map(str, segments))}")
         if (action.micro is None) != (action.kind in WHOLE):
             raise _wrong(plan, worker, index, "R and S have no micro-batch, and all others have one")
-        if action.micro is not None and action.micro not in micros and action.micro not in orphans:
+        stage = action.segment % plan.stages
+        own = action.micro in micros and stage == worker % plan.stages
+        if action.micro is not None and not own and action.micro not in orphans.get(stage, ()):
             raise _wrong(plan, worker, index, f"this pipeline runs the micro-batches {micros[0]} to {micros[-1]}")
         if action in seen:
             raise _wrong(plan, worker, index, "is there already")
@@ -113,7 +115,8 @@ def _due(plan: Plan, worker: int, present: Collection[Action], forward_only: boo
         return
     for segment in plan.segments_of(worker):
         found = {action.micro for action in present if action.segment == segment and action.micro is not None}
-        for micro in sorted(found.union(plan.micros_of(worker))):
+        own = plan.micros_of(worker) if segment % plan.stages == worker % plan.stages else ()
+        for micro in sorted(found.union(own)):
             yield Action(segment, Kind.F, micro)
             halves = Action(segment, Kind.I, micro), Action(segment, Kind.W, micro)
             if not forward_only:

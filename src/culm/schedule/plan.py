@@ -19,6 +19,7 @@ _HEADER = re.compile(
     r"plan (?P<name>\S+): pipelines=(?P<pipelines>[0-9]{1,9}) stages=(?P<stages>[0-9]{1,9}) "
     r"segments=(?P<segments>[0-9]{1,9}) micro_batches=(?P<micro_batches>[0-9]{1,9})"
     r"(?: failed=(?P<failed>[0-9]{1,9}\.[0-9]{1,9}(?:,[0-9]{1,9}\.[0-9]{1,9})*))?"
+    r"(?: held=(?P<held>[0-9]{1,9}\.[0-9]{1,9}:[0-9+]+(?:,[0-9]{1,9}\.[0-9]{1,9}:[0-9+]+)*))?"
 )
 
 
@@ -39,7 +40,9 @@ class Plan:
     workers: tuple[tuple[Action, ...], ...]
     """By slot number: pipeline * P + stage."""
     failed: tuple[int, ...] = ()
-    """Slots that nobody fills, in ascending order: their peers run their micro-batches, and their lists are empty."""
+    """Slots that nobody fills, in ascending order: other holders run their micro-batches, and their lists are empty."""
+    held: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """(slot, stages): workers that run other stages than their own alone, because they stand in for failed ones."""
 
     def __post_init__(self) -> None:
         if self.name.split() != [self.name] or not self.name.isprintable():
@@ -58,6 +61,9 @@ class Plan:
         slots = range(len(self.workers))
         if list(self.failed) != sorted(set(self.failed)) or not all(slot in slots for slot in self.failed):
             raise ScheduleError(f"Plan.failed is {self.failed!r}: use slot numbers below {len(slots)}, ascending")
+        for slot, stages in self.held:
+            if slot not in slots or slot in self.failed or not all(stage in range(self.stages) for stage in stages):
+                raise ScheduleError(f"Plan.held has {(slot, stages)!r}: use live slots and stages below {self.stages}")
         for stage in range(self.stages):
             if not self.holders_of(stage):
                 raise ScheduleError(f"Plan.failed has every worker of stage {stage}: leave one that is alive")
@@ -71,22 +77,35 @@ class Plan:
             if action.kind not in WHOLE
         }
 
+    def stages_of(self, worker: int) -> tuple[int, ...]:
+        """The stages whose segments a worker runs: its own, unless it failed or stands in for others."""
+        return () if worker in self.failed else dict(self.held).get(worker, (worker % self.stages,))
+
     def segments_of(self, worker: int) -> tuple[int, ...]:
-        """The segments that a worker holds, in the order of the model."""
-        return tuple(range(worker % self.stages, self.segments, self.stages))
+        """The segments that a worker runs, in the order of the model."""
+        if not self.held:
+            return tuple(range(worker % self.stages, self.segments, self.stages))
+        stages = self.stages_of(worker)
+        return tuple(segment for segment in range(self.segments) if segment % self.stages in stages)
 
     def holders_of(self, segment: int) -> tuple[int, ...]:
-        """The workers that hold a segment: one in each pipeline, less those that failed."""
-        peers = range(segment % self.stages, self.pipelines * self.stages, self.stages)
-        return tuple(worker for worker in peers if worker not in self.failed)
+        """The workers that run a segment: one in each pipeline, less those that failed, and who stands in for them."""
+        stage = segment % self.stages
+        if not self.held:
+            peers = range(stage, self.pipelines * self.stages, self.stages)
+            return tuple(worker for worker in peers if worker not in self.failed)
+        return tuple(worker for worker in range(len(self.workers)) if stage in self.stages_of(worker))
 
     def micros_of(self, worker: int) -> range:
         """The micro-batches of a worker's pipeline."""
         return blocks(self.pipelines, self.micro_batches)[worker // self.stages]
 
     def orphans_of(self, stage: int) -> tuple[int, ...]:
-        """The micro-batches whose own worker of the stage failed: any live worker of the stage may run them."""
-        lost = (worker for worker in self.failed if worker % self.stages == stage)
+        """The micro-batches whose own worker of the stage is gone from it: any worker that runs the stage may."""
+        own = range(stage, len(self.workers), self.stages)
+        lost = [
+            worker for worker in own if worker in self.failed or (self.held and stage not in self.stages_of(worker))
+        ]
         return tuple(micro for worker in lost for micro in self.micros_of(worker))
 
     def label(self, worker: int) -> str:
@@ -101,7 +120,9 @@ class Plan:
         """A line that describes the plan, then a line for each worker: `0.2: 2F0 2F1 2B0 ...`."""
         counts = f"pipelines={self.pipelines} stages={self.stages}"
         failed = f" failed={','.join(map(self.label, self.failed))}" if self.failed else ""
-        lines = [f"plan {self.name}: {counts} segments={self.segments} micro_batches={self.micro_batches}{failed}"]
+        held = ",".join(f"{self.label(slot)}:{'+'.join(map(str, stages))}" for slot, stages in self.held)
+        rest = failed + (f" held={held}" if held else "")
+        lines = [f"plan {self.name}: {counts} segments={self.segments} micro_batches={self.micro_batches}{rest}"]
         lines += [f"{self.label(w)}: {' '.join(map(str, actions))}".rstrip() for w, actions in enumerate(self.workers)]
         return "\n".join(lines) + "\n"
 
@@ -117,11 +138,13 @@ class Plan:
                 f"line {number}: {first[:80]!r} does not describe a plan: "
                 "write 'plan 1f1b: pipelines=2 stages=4 segments=4 micro_batches=8'"
             )
-        name, *numbers, failed = header.groups()
+        name, *numbers, failed, held = header.groups()
         pipelines, stages, segments, micro_batches = map(int, numbers)
         workers = _by_slot(lines[1:], pipelines, stages)
         slots = tuple(_slot(label, pipelines, stages) for label in failed.split(",")) if failed else ()
-        return cls(name, pipelines, stages, segments, micro_batches, workers, slots)
+        pairs = [pair.split(":") for pair in held.split(",")] if held else []
+        roles = tuple((_slot(label, pipelines, stages), tuple(map(int, of.split("+")))) for label, of in pairs)
+        return cls(name, pipelines, stages, segments, micro_batches, workers, slots, roles)
 
     def to_csv(self) -> str:
         """The shape of torch.distributed.pipelining: a row for each worker, an action in each cell."""

@@ -193,8 +193,9 @@ class Cluster:
         """The model, each layer from its first holder."""
         found = Snapshot()
         for node, worker in sorted(self.workers.items(), reverse=True):
-            if worker.state is not None and node not in self.machines.gone:
-                found.update(worker.state.snapshot())
+            for holding in worker.desk.holdings.values() if worker.desk is not None else ():
+                if node not in self.machines.gone:
+                    found.update(holding.state.snapshot())
         return found.copy()
 
 

@@ -77,8 +77,9 @@ class Transport(Protocol):
     async def letter(self) -> Letter:
         """The next letter."""
 
-    def close_epochs(self, below: int) -> None:
-        """Forget every epoch below a number: frames are dropped, waiters get EpochClosed."""
+    def close_epochs(self, below: int) -> dict[Key, Tensors]:
+        """End every epoch below a number: waiters get EpochClosed, nothing of it is delivered any more. Returns the
+        frames that had come and nobody had taken."""
 
     def group(self, key: Key, members: Sequence[Address]) -> Group:
         """The group of these members, of which this endpoint is one."""
@@ -156,13 +157,13 @@ class Mailbox:
                 if self._waiting.get(key) is waiter:
                     del self._waiting[key]
 
-    def close_epochs(self, below: int) -> None:
-        """Drop frames and wake waiters of every epoch below."""
+    def close_epochs(self, below: int) -> dict[Key, Tensors]:
+        """Wake waiters of every epoch below; the frames that lay here are the caller's."""
         with self._lock:
             self._floor = max(self._floor, below)
-            for key in [k for k in self._frames if k.epoch < below]:
-                del self._frames[key]
+            left = {key: self._frames.pop(key) for key in [k for k in self._frames if k.epoch < below]}
             ended = [self._waiting.pop(k) for k in list(self._waiting) if k.epoch < below]
         for waiter in ended:
             if not waiter.done():
                 waiter.set_exception(EpochClosed("the epoch was closed"))
+        return left

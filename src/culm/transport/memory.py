@@ -223,8 +223,8 @@ class MemoryTransport:
     async def letter(self) -> Letter:
         return await self.letters.get()
 
-    def close_epochs(self, below: int) -> None:
-        self.mailbox.close_epochs(below)
+    def close_epochs(self, below: int) -> dict[Key, Tensors]:
+        return self.mailbox.close_epochs(below)
 
     def group(self, key: Key, members: Sequence[Address]) -> MemoryGroup:
         return MemoryGroup(self.network, key, tuple(members), self.address)

@@ -84,8 +84,8 @@ class SocketTransport:
     async def letter(self) -> Letter:
         return await self._letters.get()
 
-    def close_epochs(self, below: int) -> None:
-        self.mailbox.close_epochs(below)
+    def close_epochs(self, below: int) -> dict[Key, Tensors]:
+        return self.mailbox.close_epochs(below)
 
     def group(self, key: Key, members: Sequence[Address]) -> GlooGroup:
         from culm.transport.gloo import GlooGroup  # a launcher has no groups, and no torch

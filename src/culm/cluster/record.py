@@ -1,0 +1,45 @@
+"""What a run has come to so far: in the store after every commit, so that any node can lead next."""
+
+from __future__ import annotations
+
+import msgspec
+
+from culm.observe.ledger import CommittedStep
+
+
+class Recovered(msgspec.Struct, frozen=True):
+    """A loss that the run went on from, as it stands in summary.json."""
+
+    step: int
+    lost: tuple[int, ...]
+    detect_ms: float
+    decide_ms: float
+    move_ms: float
+    redo_ms: float
+    redone_actions: int
+    source: str
+    """Where the lost layers came from: peers, shadow or checkpoint."""
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """What the run has come to, under the key `record`: whoever leads next goes on from here."""
+
+    began: float
+    first_step_at: float | None
+    next_step: int
+    steps: int
+    samples: int
+    lost: int
+    duplicated: int
+    skipped: int
+    last: CommittedStep | None
+    evaluations: dict[int, float]
+    checkpoints: tuple[int, ...]
+    preemptions: int
+    recoveries: tuple[Recovered, ...]
+    at_risk_s: float
+    finish: int | None = None
+    """The step before which the run ends, once that is decided."""
+
+
+decode_record = msgspec.msgpack.Decoder(Record).decode

@@ -1,0 +1,136 @@
+"""From what survivors report to the epoch they go on under. Pure: no clock, no store; the leader carries it out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from culm.cluster.setup import Setup
+from culm.plan.layout import Layout, World, arrange_around, first_layout, orphaned
+from culm.plan.lineage import Standing
+from culm.plan.place import Floor, place, whole_step
+from culm.plan.recover import Scene, recover
+from culm.runtime.epoch import Epoch, Member, Shadow
+from culm.schedule import UNIT, Costs, Kind, Plan
+
+
+@dataclass(frozen=True)
+class Regrouped:
+    """The next epoch, and what to say about it."""
+
+    epoch: Epoch
+    layout: Layout
+    why: str
+
+
+def first_shadows(setup: Setup) -> tuple[Shadow, ...]:
+    """The copies that the strategy keeps from the first step on: every worker builds its own."""
+    plan = Plan.from_text(setup.plan)
+    return tuple(Shadow(r.stage, r.slot, r.source) for r in first_layout(plan, setup.strategy))
+
+
+def homeless(setup: Setup, standings: Mapping[int, Standing], committed: int) -> list[int]:
+    """The stages that no survivor has a current copy of: only a checkpoint can bring them back."""
+    return orphaned(World(plan=Plan.from_text(setup.plan), strategy=setup.strategy, held=_held(standings, committed)))
+
+
+def regroup(
+    setup: Setup, old: Epoch, number: int, leader: str, standings: Mapping[int, Standing], committed: int
+) -> Regrouped:
+    """The epoch in which the survivors, by slot, complete the open steps and then go on. Every stage has a holder."""
+    full = Plan.from_text(setup.plan)
+    costs = _costs(setup)
+    layout = arrange_around(
+        World(
+            plan=full,
+            strategy=setup.strategy,
+            held=_held(standings, committed),
+            running=Plan.from_text(old.plan),
+            costs=costs,
+            joint=setup.joint,
+            memory=setup.activations,
+        )
+    )
+    scene = Scene(
+        stages=full.stages,
+        segments=full.segments,
+        slots=len(full.workers),
+        micro_batches=full.micro_batches,
+        runners=layout.runners,
+        first=committed,
+        split=any(action.kind is Kind.W for row in layout.plan.workers for action in row),
+        joint=setup.joint,
+        costs=costs,
+        home=layout.home,
+    )
+    recovery = recover(scene, {slot: _pruned(slot, standing, layout) for slot, standing in standings.items()})
+    members = tuple(member if slot in standings else None for slot, member in enumerate(old.members))
+    epoch = msgspec.structs.replace(
+        old,
+        number=number,
+        leader=leader,
+        members=members,
+        plan=layout.plan.to_text(),
+        evaluation=_evaluation(setup, layout),
+        start=committed + len(recovery.steps),
+        committed=committed,
+        reset=False,
+        resume=None,
+        resume_from=None,
+        shadows=tuple(Shadow(r.stage, r.slot, r.source, r.fresh) for r in layout.replicas),
+        recovery=recovery,
+    )
+    return Regrouped(epoch, layout, _why(old, members, layout))
+
+
+def _held(standings: Mapping[int, Standing], committed: int) -> dict[int, frozenset[int]]:
+    """Who holds what. A copy that is behind what is committed can not catch up any more: its sums are gone."""
+    return {
+        slot: frozenset(stage for stage, version in standing.versions.items() if version >= committed)
+        for slot, standing in standings.items()
+    }
+
+
+def _pruned(slot: int, standing: Standing, layout: Layout) -> Standing:
+    """Only copies that are kept have steps to end."""
+    kept = {stage for stage, runners in layout.runners.items() if slot in runners}
+    kept |= {replica.stage for replica in layout.replicas if replica.slot == slot and not replica.fresh}
+    versions = {stage: version for stage, version in standing.versions.items() if stage in kept}
+    return msgspec.structs.replace(standing, versions=versions)
+
+
+def _costs(setup: Setup) -> Costs:
+    if not setup.costs:
+        return UNIT
+    forward, inputs, weight = zip(*setup.costs, strict=True)
+    return Costs(forward=forward, input=inputs, weight=weight)
+
+
+def _evaluation(setup: Setup, layout: Layout) -> str | None:
+    """The F-only plan of an evaluation around the holes."""
+    if setup.evaluation is None:
+        return None
+    full = Plan.from_text(setup.evaluation)
+    if not layout.plan.failed:
+        return setup.evaluation
+    floor = Floor(
+        stages=full.stages, segments=full.segments, workers=len(layout.plan.workers), runners=layout.runners, ahead=None
+    )
+    lots = [lot._replace(kinds=(Kind.F,)) for lot in whole_step(full.segments, full.micro_batches, split=True)]
+    rows = tuple(tuple(task.action for task in row) for row in place(lots, floor).lists)
+    plan = layout.plan
+    shape = (plan.pipelines, plan.stages, plan.segments, max(full.micro_batches, plan.pipelines))
+    return Plan("evaluation", *shape, rows, plan.failed, plan.held).to_text()
+
+
+def _why(old: Epoch, members: tuple[Member | None, ...], layout: Layout) -> str:
+    gone = [m.node for m, left in zip(old.members, members, strict=True) if m is not None and left is None]
+    if not gone:
+        return "nobody is lost: what was on its way is sent again"
+    nodes = f"node {gone[0]} is" if len(gone) == 1 else f"nodes {', '.join(map(str, gone))} are"
+    how = {"peers": "peers run its micro-batches", "shadow": "who kept a copy of its layers stands in"}[layout.source]
+    fresh = [f"stage {r.stage} to slot {r.slot}" for r in layout.replicas if r.fresh]
+    copies = f"; a new copy of {', '.join(fresh)} is made, as one holder would be left" if fresh else ""
+    return f"{nodes} gone: {how}{copies}"

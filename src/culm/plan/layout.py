@@ -1,0 +1,222 @@
+"""Who runs, and who shadows, each stage when slots are empty: the strategies as one pure function. Pure.
+
+Peers of a lost worker can run its micro-batches (`reroute`), or the worker that shadowed it stands in (`shadow`).
+Where the preferred way is closed, any other holder will do. Only a stage that nobody holds has no answer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from culm.plan.failures import Case, Memory, Slot
+from culm.plan.greedy import greedy
+from culm.plan.place import Floor, place, whole_step
+from culm.schedule import UNIT, Action, Costs, Kind, Plan
+from culm.schedule.action import RELEASE
+from culm.schedule.plan import blocks
+
+SHADOWING = ("shadow", "shadow-lazy")
+"""Strategies in which the predecessor of a lost worker stands in for it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """What is left, and what is wanted."""
+
+    plan: Plan
+    """The plan of the run with every slot filled."""
+    strategy: str
+    held: Mapping[int, frozenset[int]]
+    """By slot that is filled: the stages whose state is there, complete."""
+    running: Plan | None = None
+    """The plan until now: who stands in for somebody goes on doing so."""
+    costs: Costs = UNIT
+    joint: bool = False
+    memory: Memory = None
+
+
+@dataclass(frozen=True)
+class Replica:
+    """A copy of a stage on a worker that does not run it, and who sends the sums for it."""
+
+    stage: int
+    slot: int
+    source: int
+    fresh: bool = False
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The answer: the plan from now on, and the copies beside it."""
+
+    plan: Plan
+    runners: Mapping[int, tuple[int, ...]]
+    """By stage."""
+    replicas: tuple[Replica, ...]
+    home: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    """By (segment, micro-batch): who runs it; what has none is shared by the runners."""
+    source: str = "peers"
+    """Where the lost layers are now: peers, or shadow."""
+
+
+def orphaned(world: World) -> list[int]:
+    """The stages that nobody holds."""
+    found = {stage for held in world.held.values() for stage in held}
+    return [stage for stage in range(world.plan.stages) if stage not in found]
+
+
+def arrange_around(world: World) -> Layout:
+    """Fill the holes. Every stage has a holder (see `orphaned`)."""
+    stand_ins = _stand_ins(world)
+    runners = {stage: _runners(world, stage, stand_ins) for stage in range(world.plan.stages)}
+    plan = _plan(world, runners, stand_ins)
+    home = _home(world, stand_ins)
+    return Layout(plan, runners, _replicas(world, runners), home, "shadow" if stand_ins else "peers")
+
+
+def _home(world: World, stand_ins: Mapping[int, int]) -> dict[tuple[int, int], int]:
+    """By (segment, micro-batch): the worker of its pipeline, or who stands in; peers share the others."""
+    full = world.plan
+    home: dict[tuple[int, int], int] = {}
+    for pipeline, micros in enumerate(blocks(full.pipelines, full.micro_batches)):
+        for segment in range(full.segments):
+            slot = pipeline * full.stages + segment % full.stages
+            worker = slot if _own(world, slot) else stand_ins.get(slot)
+            home |= {(segment, micro): worker for micro in micros} if worker is not None else {}
+    return home
+
+
+def first_layout(plan: Plan, strategy: str) -> tuple[Replica, ...]:
+    """The copies that a strategy keeps from the beginning: of each worker's successor, and of the first by the last."""
+    if strategy not in SHADOWING or plan.stages < 2:
+        return ()
+    found = []
+    for slot in range(len(plan.workers)):
+        pipeline, stage = divmod(slot, plan.stages)
+        after = (stage + 1) % plan.stages
+        found.append(Replica(after, slot, pipeline * plan.stages + after))
+    return tuple(found)
+
+
+def _own(world: World, slot: int) -> bool:
+    """Whether the worker of a slot is there and has its own stage."""
+    return slot % world.plan.stages in world.held.get(slot, ())
+
+
+def _stand_ins(world: World) -> dict[int, int]:
+    """By empty slot: the worker that stands in for it, where one has to or the strategy wants it so."""
+    P = world.plan.stages
+    found: dict[int, int] = {}
+    load: Counter[int] = Counter()
+    for slot in range(len(world.plan.workers)):
+        stage = slot % P
+        if _own(world, slot):
+            continue
+        peers = any(_own(world, peer) for peer in range(stage, len(world.plan.workers), P))
+        if world.strategy not in SHADOWING and peers:
+            continue
+        able = [other for other, held in world.held.items() if stage in held and other % P != stage]
+        if able:
+            found[slot] = min(able, key=lambda other: (_stranger(world, slot, other), load[other], other))
+            load[found[slot]] += 1
+    return found
+
+
+def _stranger(world: World, slot: int, other: int) -> tuple[bool, bool, int]:
+    """How far a worker is from the natural one to stand in: who does so already, then the nearest predecessor."""
+    P = world.plan.stages
+    does = world.running is not None and slot % P in world.running.stages_of(other) and other // P == slot // P
+    return not does, other // P != slot // P, (slot - other) % P
+
+
+def _runners(world: World, stage: int, stand_ins: Mapping[int, int]) -> tuple[int, ...]:
+    P = world.plan.stages
+    own = [slot for slot in range(stage, len(world.plan.workers), P) if _own(world, slot)]
+    return tuple(sorted({*own, *(worker for slot, worker in stand_ins.items() if slot % P == stage)}))
+
+
+def _plan(world: World, runners: Mapping[int, tuple[int, ...]], stand_ins: Mapping[int, int]) -> Plan:
+    """Peers alone: the re-routing planner, with split backward. Else whatever list scheduling makes of it."""
+    full = world.plan
+    failed = tuple(slot for slot in range(len(full.workers)) if not _own(world, slot))
+    if not failed:
+        return full
+    if not stand_ins and full.segments == full.stages:
+        slots = frozenset(Slot(*divmod(slot, full.stages)) for slot in failed)
+        shape = (full.pipelines, full.stages, full.micro_batches)
+        case = Case(
+            pipelines=shape[0],
+            stages=shape[1],
+            micro_batches=shape[2],
+            costs=world.costs,
+            failed=slots,
+            stagger=not world.joint,
+            memory=world.memory,
+        )
+        return greedy(case).plan
+    split = any(action.kind is Kind.W for row in full.workers for action in row) or not stand_ins
+    return _merged(world, runners, stand_ins, split)
+
+
+def _merged(world: World, runners: Mapping[int, tuple[int, ...]], stand_ins: Mapping[int, int], split: bool) -> Plan:
+    """A plan in which workers run several stages."""
+    full = world.plan
+    floor = Floor(
+        stages=full.stages,
+        segments=full.segments,
+        workers=len(full.workers),
+        runners=runners,
+        costs=world.costs,
+        ahead=0,
+    )
+    lots = whole_step(full.segments, full.micro_batches, split=split)
+    placed = place(lots, floor, _home(world, stand_ins))
+    rows = []
+    held = []
+    for slot, row in enumerate(placed.lists):
+        stages = tuple(stage for stage, who in runners.items() if slot in who)
+        rows.append(_with_updates([task.action for task in row], stages, full))
+        if stages and stages != (slot % full.stages,):
+            held.append((slot, stages))
+    failed = tuple(slot for slot, row in enumerate(rows) if not row)
+    shape = (full.pipelines, full.stages, full.segments, full.micro_batches)
+    return Plan("merged", *shape, tuple(rows), failed, tuple(held))
+
+
+def _with_updates(actions: list[Action], stages: tuple[int, ...], full: Plan) -> tuple[Action, ...]:
+    """R after the last gradient of each segment that is run here (at once where there is none), and S at the end."""
+    segments = [segment for segment in range(full.segments) if segment % full.stages in stages]
+    last = {action.segment: index for index, action in enumerate(actions) if action.kind in RELEASE}
+    out = [Action(segment, Kind.R) for segment in segments if segment not in last]
+    for index, action in enumerate(actions):
+        out.append(action)
+        if last.get(action.segment) == index:
+            out.append(Action(action.segment, Kind.R))
+    return (*out, *(Action(segment, Kind.S) for segment in segments))
+
+
+def _replicas(world: World, runners: Mapping[int, tuple[int, ...]]) -> tuple[Replica, ...]:
+    """The copies that are there beside the runners', and new ones where a stage would have one holder alone."""
+    found = [
+        Replica(stage, slot, _source(world, runners[stage], slot))
+        for slot, held in sorted(world.held.items())
+        for stage in sorted(held)
+        if slot not in runners[stage]
+    ]
+    load = Counter({slot: len(held) for slot, held in world.held.items()})
+    for stage in range(world.plan.stages):
+        holders = {*runners[stage], *(replica.slot for replica in found if replica.stage == stage)}
+        able = [slot for slot in world.held if slot not in holders]
+        if len(holders) == 1 and able and world.strategy != "none":
+            chosen = min(able, key=lambda slot: (load[slot], (stage - slot) % world.plan.stages, slot))
+            load[chosen] += 1
+            found.append(Replica(stage, chosen, _source(world, runners[stage], chosen), fresh=True))
+    return tuple(found)
+
+
+def _source(world: World, runners: tuple[int, ...], slot: int) -> int:
+    """Who sends the sums for a copy: the runner of its own pipeline, if there is one."""
+    P = world.plan.stages
+    return min(runners, key=lambda runner: (runner // P != slot // P, runner))

@@ -1,0 +1,243 @@
+"""List scheduling of any set of work on any set of holders: the rest of a step after a loss, or a whole step on workers
+that stand in for others. Whenever a worker is free it takes the best action that it can start: of the older step
+first, then what another segment waits for, and W last.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count
+from typing import NamedTuple, TypeAlias
+
+from culm.plan.lineage import Cell, Lot
+from culm.schedule import UNIT, Action, Costs, Kind
+from culm.schedule.timing import prices, sends
+
+_RANK = {Kind.I: 0, Kind.B: 0, Kind.F: 1, Kind.W: 2}
+_Ready: TypeAlias = tuple[tuple[int, ...], int]
+"""What a task is ordered by, and the number of its lot."""
+
+
+class Task(NamedTuple):
+    """An action of a step, on the list of a worker."""
+
+    step: int
+    action: Action
+    again: bool = False
+    """For its output alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Floor:
+    """Where work can be placed."""
+
+    stages: int
+    segments: int
+    workers: int
+    runners: Mapping[int, Sequence[int]]
+    """By stage: the workers that add to its sums."""
+    others: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """By stage: further holders, which can run things for their output alone."""
+    costs: Costs = UNIT
+    joint: bool = False
+    """Whether a step ends for all stages together, because gradients are clipped by the norm of all."""
+    ahead: int | None = None
+    """How many forwards more than 1F1B a worker may be ahead of its backwards in a segment; None: any number."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Lists by worker, and when all of it is done."""
+
+    lists: tuple[tuple[Task, ...], ...]
+    makespan: float
+
+
+def place(lots: Sequence[Lot], floor: Floor, home: Mapping[tuple[int, int], int] | None = None) -> Placed:
+    """Give every lot to a worker that may run it, in an order that can not deadlock.
+
+    `home` names, by (segment, micro-batch), the worker that runs what no tape binds to another.
+    """
+    return _Pass(lots, floor, home or {}).run()
+
+
+class _Pass:
+    """A simulation. Events are (time, number, what): that a worker is free, or that a lot may go on."""
+
+    def __init__(self, lots: Sequence[Lot], floor: Floor, home: Mapping[tuple[int, int], int]) -> None:
+        self.lots, self.floor, self.home = lots, floor, home
+        self.price = prices(floor.costs, floor.segments)
+        self.send = sends(floor.costs, floor.segments)
+        self.makers = {
+            (lot.cell, kind is Kind.F): number
+            for number, lot in enumerate(lots)
+            for kind in lot.kinds
+            if kind in (Kind.F, Kind.I, Kind.B)
+        }
+        self.at = [0] * len(lots)
+        self.runner: list[int | None] = [lot.holder for lot in lots]
+        self.made: dict[tuple[Cell, bool], float] = {}
+        self.open = Counter((lot.cell.step, self._stage(lot)) for lot in lots if not lot.again)
+        self.live: Counter[tuple[int, int]] = Counter()
+        self.lists: list[list[Task]] = [[] for _ in range(floor.workers)]
+        self.free: set[int] = {w for held in (floor.runners, floor.others) for ws in held.values() for w in ws}
+        self.bound: dict[int, list[_Ready]] = {worker: [] for worker in self.free}
+        self.shared: dict[tuple[int, ...], list[_Ready]] = {}
+        self.blocked: list[int] = []
+        self.waiting: dict[tuple[Cell, bool], list[int]] = {}
+        self.events: list[tuple[float, int, int, int]] = []
+        self.numbers = count()
+        self.end = 0.0
+
+    def _stage(self, lot: Lot) -> int:
+        return lot.cell.segment % self.floor.stages
+
+    def run(self) -> Placed:
+        for number in range(len(self.lots)):
+            self._offer(number, 0.0)
+        self._dispatch(0.0)
+        while self.events:
+            now = self.events[0][0]
+            while self.events and self.events[0][0] == now:
+                _, _, worker, number = heappop(self.events)
+                if worker >= 0:
+                    self.free.add(worker)
+                else:
+                    self._offer(number, now)
+            self._dispatch(now)
+        stuck = [lot for lot, at in zip(self.lots, self.at, strict=True) if at < len(lot.kinds)]
+        assert not stuck, f"nobody can run {stuck[0]}"
+        return Placed(tuple(map(tuple, self.lists)), self.end)
+
+    def _offer(self, number: int, now: float) -> None:
+        """Queue the next action of a lot if all that it needs is there; else note what it waits for."""
+        lot = self.lots[number]
+        if self.at[number] == len(lot.kinds):
+            return
+        kind = lot.kinds[self.at[number]]
+        if kind is Kind.F and self._shut(lot):
+            self.blocked.append(number)
+            return
+        needed = self._needs(lot, kind)
+        if needed is not None and needed in self.makers:
+            ready = self.made.get(needed)
+            if ready is None:
+                self.waiting.setdefault(needed, []).append(number)
+                return
+            if ready > now:
+                heappush(self.events, (ready, next(self.numbers), -1, number))
+                return
+        self._queue(number, kind)
+
+    def _needs(self, lot: Lot, kind: Kind) -> tuple[Cell, bool] | None:
+        """What another segment makes: (cell, whether it is the output of F)."""
+        step, segment, micro = lot.cell
+        if kind is Kind.F:
+            return (Cell(step, segment - 1, micro), True) if segment else None
+        if kind in (Kind.I, Kind.B) and segment + 1 < self.floor.segments:
+            return Cell(step, segment + 1, micro), False
+        return None
+
+    def _shut(self, lot: Lot) -> bool:
+        """Whether an older step has to be added up first, in this stage or in all."""
+        step, stage = lot.cell.step, self._stage(lot)
+        return any(
+            left and older < step and (self.floor.joint or of == stage) for (older, of), left in self.open.items()
+        )
+
+    def _queue(self, number: int, kind: Kind) -> None:
+        lot = self.lots[number]
+        order = (lot.cell.step, _RANK[kind], lot.cell.micro, number)
+        worker = self.runner[number]
+        if worker is None:
+            worker = self.home.get(lot.cell[1:])
+            stage = self._stage(lot)
+            able = tuple(self.floor.runners[stage]) + (tuple(self.floor.others.get(stage, ())) if lot.again else ())
+            if worker not in able:
+                heappush(self.shared.setdefault(able, []), (order, number))
+                return
+        heappush(self.bound[worker], (order, number))
+
+    def _dispatch(self, now: float) -> None:
+        """Who has run least chooses first among those that could share work."""
+        for worker in sorted(self.free, key=lambda worker: (len(self.lists[worker]), worker)):
+            queue = self._best(worker)
+            if queue is not None:
+                self._start(worker, heappop(queue)[1], now)
+
+    def _best(self, worker: int) -> list[_Ready] | None:
+        queues = [self.bound[worker], *(queue for able, queue in self.shared.items() if worker in able)]
+        open_queues = [queue for queue in queues if queue and self._has_room(worker, queue[0][1])]
+        if not open_queues and queues[0]:
+            return self._past_forwards(worker)
+        return min(open_queues, key=lambda queue: queue[0]) if open_queues else None
+
+    def _has_room(self, worker: int, number: int) -> bool:
+        lot = self.lots[number]
+        if self.floor.ahead is None or lot.kinds[self.at[number]] is not Kind.F:
+            return True
+        stages = self.floor.segments - lot.cell.segment
+        return self.live[worker, lot.cell.segment] < stages + self.floor.ahead
+
+    def _past_forwards(self, worker: int) -> list[_Ready] | None:
+        """The forwards in front have no room: take what can be run behind them."""
+        queue = self.bound[worker]
+        able = [entry for entry in queue if self._has_room(worker, entry[1])]
+        if not able:
+            return None
+        best = min(able)
+        queue.remove(best)
+        return [best]
+
+    def _start(self, worker: int, number: int, now: float) -> None:
+        lot = self.lots[number]
+        kind = lot.kinds[self.at[number]]
+        end = now + self.price[kind][lot.cell.segment]
+        self.runner[number] = worker
+        self.at[number] += 1
+        self.lists[worker].append(Task(lot.cell.step, Action(lot.cell.segment, kind, lot.cell.micro), lot.again))
+        self.live[worker, lot.cell.segment] += (kind is Kind.F) - (kind in (Kind.I, Kind.B))
+        self.free.discard(worker)
+        self.end = max(self.end, end)
+        heappush(self.events, (end, next(self.numbers), worker, number))
+        heappush(self.events, (end, next(self.numbers), -1, number))
+        if kind is Kind.W:
+            self._added(lot, end)
+        else:
+            self._hand_on(lot, kind, end)
+        if kind is Kind.B:
+            self._added(lot, end)
+
+    def _hand_on(self, lot: Lot, kind: Kind, end: float) -> None:
+        forward = kind is Kind.F
+        segment = lot.cell.segment
+        crosses = segment + 1 < self.floor.segments if forward else segment > 0
+        made = end + (self.send[segment if forward else segment - 1] if crosses else 0.0)
+        self.made[lot.cell, forward] = made
+        for number in self.waiting.pop((lot.cell, forward), ()):
+            heappush(self.events, (made, next(self.numbers), -1, number))
+
+    def _added(self, lot: Lot, end: float) -> None:
+        """A gradient is in the sum; the last one of a step opens the next for the forwards that were held back."""
+        if lot.again:
+            return
+        self.open[lot.cell.step, self._stage(lot)] -= 1
+        if not self.open[lot.cell.step, self._stage(lot)]:
+            for number in self.blocked:
+                heappush(self.events, (end, next(self.numbers), -1, number))
+            self.blocked = []
+
+
+def whole_step(segments: int, micro_batches: int, *, split: bool, step: int = 0) -> list[Lot]:
+    """Everything there is to do in a step."""
+    kinds = (Kind.F, Kind.I, Kind.W) if split else (Kind.F, Kind.B)
+    return [Lot(Cell(step, g, m), kinds) for m in range(micro_batches) for g in range(segments)]
+
+
+def busiest(lists: Collection[Sequence[Task]], costs: Costs, segments: int) -> float:
+    """The work of the busiest worker: no placement of the same lists is done before that."""
+    price = prices(costs, segments)
+    return max((sum(price[task.action.kind][task.action.segment] for task in row) for row in lists), default=0.0)

@@ -1,0 +1,182 @@
+"""What a worker has in hand, whatever the epoch: the layers that it holds, and all that it has made in open steps.
+
+An epoch comes and goes; the desk stays. What lies on it is what a survivor reports after a loss, and what the next
+epoch goes on from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from culm.plan.lineage import Cell, Standing
+from culm.runtime.book import Book, Settled
+from culm.runtime.segment import Segment
+from culm.runtime.state import Snapshot, State
+from culm.schedule import Action, Kind
+
+if TYPE_CHECKING:
+    from culm.job import Job
+    from culm.transport.base import Tensors
+
+
+@dataclass
+class Sum:
+    """The complete sum of a segment: one flat tensor for each layer that is trained, and what rode along."""
+
+    totals: list[Tensor]
+    rider: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return sum(total.nbytes for total in self.totals)
+
+
+@dataclass(frozen=True)
+class Closed:
+    """How a step ended."""
+
+    norm: float | None
+    skipped: bool
+
+
+@dataclass
+class OpenStep:
+    """What is here of a step until it is committed."""
+
+    books: dict[int, Book] = field(default_factory=dict)
+    """By segment that is run here."""
+    outputs: dict[str, Tensors] = field(default_factory=dict)
+    """What actions made, by name ("2F0", "1I3"): a holder can pick a lost worker's work up from there."""
+    sums: dict[int, Sum] = field(default_factory=dict)
+    settled: dict[int, Settled] = field(default_factory=dict)
+    norms: dict[int, Tensor] = field(default_factory=dict)
+    totals: tuple[float, float] | None = None
+    """(sum of the losses, divisor), once known here."""
+    heard: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
+    """What other workers said of the step that more than one stage here may ask for."""
+    loaded: set[int] = field(default_factory=set)
+    """Segments whose complete sum lies in their layers, undivided."""
+    closed: Closed | None = None
+    """How the step ended, once the layers that are run here have stepped."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for made in self.outputs.values() for t in made if t is not None)
+
+
+class Holding:
+    """The layers of one stage, with all that belongs to them. `version` is the step that the weights are for."""
+
+    def __init__(self, job: Job, stage: int, spans: dict[int, range], device: torch.device, version: int) -> None:
+        self.job, self.stage, self.spans = job, stage, spans
+        self.state = State(job, [layer for span in spans.values() for layer in span], device)
+        self.segments = {g: Segment(job, self.state, span) for g, span in spans.items()}
+        self.version = version
+        self._old: dict[int, dict[str, Tensor]] = {}
+
+    def remember(self) -> None:
+        """Before a step: keep the weights that it moves, for whoever needs a tensor of the open step once more."""
+        if self.version not in self._old:
+            parameters = self.state.whole().parameters
+            self._old[self.version] = {name: value.clone() for name, value in parameters.items()}
+
+    def forget(self, committed: int) -> None:
+        """Everything up to a step is committed."""
+        for step in [step for step in self._old if step <= committed]:
+            del self._old[step]
+        for segment in self.segments.values():
+            for step, micro in [key for key in segment.tapes if key[0] <= committed]:
+                del segment.tapes[step, micro]
+
+    def stepped(self) -> None:
+        """The weights are for the next step; a tape of this one could not be gone on from any more."""
+        for segment in self.segments.values():
+            for step, micro in [key for key in segment.tapes if key[0] <= self.version]:
+                del segment.tapes[step, micro]
+        self.version += 1
+
+    def ghost(self, step: int) -> dict[int, Segment]:
+        """The segments as they were for an open step, to run things for their output alone: nothing here moves."""
+        state = self.state
+        if self.version != step:
+            state = State(self.job, self.state.layers, self.state.device)
+            state.restore(Snapshot(parameters=self._old[step], buffers=self.state.whole().buffers))
+        return {g: Segment(self.job, state, span) for g, span in self.spans.items()}
+
+
+class Desk:
+    """Everything that one worker has in hand."""
+
+    def __init__(self, job: Job, device: torch.device) -> None:
+        self.job, self.device = job, device
+        self.holdings: dict[int, Holding] = {}
+        self.steps: dict[int, OpenStep] = {}
+        self.lags: int | None = None
+        """The step that a copy on its way here is at."""
+        self.kept_peak = 0
+        self._kept = 0
+
+    def step(self, number: int) -> OpenStep:
+        return self.steps.setdefault(number, OpenStep())
+
+    def keep(self, step: int, name: str, made: Tensors) -> None:
+        """What an action made stays until the step commits."""
+        self.step(step).outputs[name] = made
+        self._kept += sum(t.nbytes for t in made if t is not None)
+        self.kept_peak = max(self.kept_peak, self._kept)
+
+    def book(self, step: int, g: int, segment: Segment) -> Book:
+        books = self.step(step).books
+        if g not in books:
+            books[g] = Book(segment, self.job.micro_batches)
+        return books[g]
+
+    def committed(self, step: int) -> None:
+        """Every holder has the complete sums up to this step: what was kept for it goes.
+
+        What is known of it stays while a copy on its way here has yet to make the step.
+        """
+        for old in [number for number in self.steps if number <= step]:
+            self._kept -= self.steps[old].nbytes
+            self.steps[old].outputs.clear()
+            if self.lags is None or old < self.lags:
+                del self.steps[old]
+        for holding in self.holdings.values():
+            holding.forget(step)
+
+    def standing(self) -> Standing:
+        """What this survivor has finished, summed and kept. The epoch is closed: nothing of it moves any more."""
+        tapes = [
+            (g, key, tape)
+            for h in self.holdings.values()
+            for g, s in h.segments.items()
+            for key, tape in s.tapes.items()
+        ]
+        return Standing(
+            versions={stage: holding.version for stage, holding in self.holdings.items()},
+            forwards=tuple(Cell(step, g, micro) for g, (step, micro), tape in tapes if not tape.halved),
+            halves=tuple(Cell(step, g, micro) for g, (step, micro), tape in tapes if tape.halved),
+            summed=tuple(self._summed()),
+            outputs=tuple(self._kept_cells(Kind.F)),
+            gradients=tuple(self._kept_cells(Kind.I)),
+            sums=tuple((step, g) for step, open_step in self.steps.items() for g in open_step.sums),
+        )
+
+    def _summed(self) -> Iterable[Cell]:
+        """What lies in sums of its own that are not complete yet."""
+        for step, open_step in self.steps.items():
+            for g, book in open_step.books.items():
+                if g not in open_step.sums:
+                    yield from (Cell(step, g, micro) for micro, count in enumerate(book.counts) if count)
+
+    def _kept_cells(self, kind: Kind) -> Iterable[Cell]:
+        for step, open_step in self.steps.items():
+            for name in open_step.outputs:
+                action = Action.parse(name)
+                if action.kind is kind:
+                    yield Cell(step, action.segment, action.micro or 0)
