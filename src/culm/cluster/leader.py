@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 import traceback
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +15,11 @@ import msgspec
 from culm import errors
 from culm.checkpoint import Catalog, ShardReceipt, Storage
 from culm.cluster.record import Record, Recovered, decode_record
-from culm.cluster.regroup import Regrouped, first_shadows, homeless, regroup
+from culm.cluster.regroup import Regrouped, first_shadows, homeless, regroup, restart
 from culm.cluster.setup import NodeRecord, Result, Setup, decode_node, encode
 from culm.cluster.store import Change
 from culm.cluster.summary import slot_label, speed, summarise
-from culm.errors import CulmError, NodeLost, RunError
+from culm.errors import CheckpointError, CulmError, NodeLost, RunError
 from culm.job import STOP
 from culm.observe.folder import RunFolder, perfetto
 from culm.observe.ledger import CommittedStep, Ledger
@@ -97,7 +97,7 @@ class Leader:
             evaluation_parts=setup.evaluation_parts,
             next_step=setup.start,
         )
-        self.preemptions = 0
+        self.gone: set[int] = set()
         self.recoveries: list[Recovered] = []
         self.at_risk_s = 0.0
         self._risk_since: float | None = None
@@ -181,7 +181,7 @@ class Leader:
         ledger.next_step, ledger.steps, ledger.samples = record.next_step, record.steps, record.samples
         ledger.lost, ledger.duplicated, ledger.skipped = record.lost, record.duplicated, record.skipped
         ledger.last, ledger.evaluations = record.last, dict(record.evaluations)
-        self.checkpoints, self.preemptions = list(record.checkpoints), record.preemptions
+        self.checkpoints, self.gone = list(record.checkpoints), set(record.gone)
         self.recoveries, self.at_risk_s = list(record.recoveries), record.at_risk_s
         self._finish = record.finish if record.next_step < self.setup.steps else record.next_step
 
@@ -200,7 +200,7 @@ class Leader:
             last=ledger.last,
             evaluations=ledger.evaluations,
             checkpoints=tuple(self.checkpoints),
-            preemptions=self.preemptions,
+            gone=tuple(sorted(self.gone)),
             recoveries=tuple(self.recoveries),
             at_risk_s=self.at_risk_s,
             finish=self._finish,
@@ -217,7 +217,7 @@ class Leader:
             **summarise(self.job, setup, ledger, finals),
             **speed(ledger.samples, self.began, started, ended),
             "checkpoints": self.checkpoints,
-            "preemptions": self.preemptions,
+            "preemptions": len(self.gone),
             "recoveries": [msgspec.to_builtins(recovered) for recovered in self.recoveries],
             "at_risk_s": self.at_risk_s,
         }
@@ -310,10 +310,11 @@ class Leader:
             if nodes and (mourned or self.epoch is None):
                 raise self.lost(nodes[0])
             return
-        self.preemptions += len(mourned)
         for node in mourned:
             self._event("lost", node=node, step=self.ledger.next_step)
+        self.gone |= set(mourned)
         if mourned:
+            await self._write_record()
             await self._halt(mourned)
 
     async def _halt(self, lost: list[int]) -> None:
@@ -350,14 +351,22 @@ class Leader:
         slots = {member.node: slot for slot, member in enumerate(old.members) if member is not None}
         standings = {slots[node]: standing for node, standing in halting.standings.items()}
         committed = self.ledger.next_step
-        nobody = homeless(self.setup, standings, committed)
-        if nobody:
-            raise self.lost(min(halting.lost))
-        made = regroup(self.setup, old, halting.number, self.transport.address, standings, committed)
+        number, address = halting.number, self.transport.address
+        if self._nothing_learned(standings):
+            setup = self.setup
+            made = restart(setup, old, number, address, standings.keys(), setup.start, setup.resume_from)
+        elif homeless(self.setup, standings, committed):
+            step, saved = await self._newest(halting)
+            made = restart(self.setup, old, number, address, standings.keys(), step, saved)
+            self.ledger.rewind(step)
+            self.folder.rewind(step)
+        else:
+            made = regroup(self.setup, old, number, address, standings, committed)
         self._halting = None
         self._recovering = _Recovering(halting, self.clock.now(), made)
         self.epoch = made.epoch
         self.ledger.regroup(len(made.epoch.alive))
+        self.checkpoints = [step for step in self.checkpoints if step <= made.epoch.start]
         self.finals.clear()
         self.shards.clear()
         self._ready.clear()
@@ -371,6 +380,20 @@ class Leader:
             why=made.why,
         )
         await self._put_epoch(made.epoch)
+
+    def _nothing_learned(self, standings: Mapping[int, Standing]) -> bool:
+        """Whether no weight has moved since the run began: then anybody can build any layer, as it was."""
+        versions = [version for standing in standings.values() for version in standing.versions.values()]
+        return max(versions, default=self.setup.start) == self.setup.start
+
+    async def _newest(self, halting: _Halting) -> tuple[int, str]:
+        """The newest good checkpoint, of this run or the one that it went on from. Raises NodeLost if there is none."""
+        for folder in (self.folder.checkpoints, self.setup.resume_from):
+            if folder is not None:
+                with contextlib.suppress(CheckpointError):
+                    found = await self.clock.aside(Catalog(Storage(folder)).newest)
+                    return found.manifest.step, folder
+        raise self.lost(min(halting.lost))
 
     async def _put_epoch(self, epoch: Epoch) -> None:
         """Publish, unless somebody else has meanwhile: then this leader has been taken for dead, and is."""
@@ -418,7 +441,7 @@ class Leader:
             move_ms=1e3 * (ready - recovering.decided_at),
             redo_ms=1e3 * (now - ready),
             redone_actions=epoch.recovery.redone,
-            source=recovering.made.layout.source,
+            source=recovering.made.source,
         )
         self.recoveries.append(recovered)
         self._event(

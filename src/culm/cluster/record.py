@@ -35,7 +35,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     last: CommittedStep | None
     evaluations: dict[int, float]
     checkpoints: tuple[int, ...]
-    preemptions: int
+    gone: tuple[int, ...]
+    """Nodes that were lost."""
     recoveries: tuple[Recovered, ...]
     at_risk_s: float
     finish: int | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -11,7 +11,7 @@ from culm.cluster.setup import Setup
 from culm.plan.layout import Layout, World, arrange_around, first_layout, orphaned
 from culm.plan.lineage import Standing
 from culm.plan.place import Floor, place, whole_step
-from culm.plan.recover import Scene, recover
+from culm.plan.recover import Recovery, Scene, recover
 from culm.runtime.epoch import Epoch, Member, Shadow
 from culm.schedule import UNIT, Costs, Kind, Plan
 
@@ -23,6 +23,8 @@ class Regrouped:
     epoch: Epoch
     layout: Layout
     why: str
+    source: str
+    """Where the layers of the lost are now: peers, shadow, or a checkpoint."""
 
 
 def first_shadows(setup: Setup) -> tuple[Shadow, ...]:
@@ -34,6 +36,48 @@ def first_shadows(setup: Setup) -> tuple[Shadow, ...]:
 def homeless(setup: Setup, standings: Mapping[int, Standing], committed: int) -> list[int]:
     """The stages that no survivor has a current copy of: only a checkpoint can bring them back."""
     return orphaned(World(plan=Plan.from_text(setup.plan), strategy=setup.strategy, held=_held(standings, committed)))
+
+
+def restart(
+    setup: Setup, old: Epoch, number: int, leader: str, left: Collection[int], step: int, saved: str | None
+) -> Regrouped:
+    """The epoch in which the workers of the slots that are left build everything anew: from a checkpoint, or as the run
+    began. A stage that has lost all its own goes to whoever has least."""
+    full = Plan.from_text(setup.plan)
+    held = {slot: {slot % full.stages} for slot in left}
+    for shadow in first_shadows(setup):
+        if shadow.slot in held:
+            held[shadow.slot].add(shadow.stage)
+    for stage in range(full.stages):
+        if not any(stage in stages for stages in held.values()):
+            held[min(held, key=lambda slot: (len(held[slot]), slot))].add(stage)
+    world = World(
+        plan=full,
+        strategy=setup.strategy,
+        held={slot: frozenset(stages) for slot, stages in held.items()},
+        costs=_costs(setup),
+        joint=setup.joint,
+        memory=setup.activations,
+    )
+    layout = arrange_around(world)
+    members = tuple(member if slot in left else None for slot, member in enumerate(old.members))
+    epoch = msgspec.structs.replace(
+        old,
+        number=number,
+        leader=leader,
+        members=members,
+        plan=layout.plan.to_text(),
+        evaluation=_evaluation(setup, layout),
+        start=step,
+        committed=step,
+        reset=True,
+        resume=None if saved is None else step,
+        resume_from=saved,
+        shadows=tuple(Shadow(r.stage, r.slot, r.source) for r in layout.replicas if not r.fresh),
+        recovery=Recovery(),
+    )
+    whence = "as it began" if saved is None else f"from the checkpoint after step {step}"
+    return Regrouped(epoch, layout, f"layers have no holder left: everyone goes on {whence}", "checkpoint")
 
 
 def regroup(
@@ -82,7 +126,7 @@ def regroup(
         shadows=tuple(Shadow(r.stage, r.slot, r.source, r.fresh) for r in layout.replicas),
         recovery=recovery,
     )
-    return Regrouped(epoch, layout, _why(old, members, layout))
+    return Regrouped(epoch, layout, _why(old, members, layout), layout.source)
 
 
 def _held(standings: Mapping[int, Standing], committed: int) -> dict[int, frozenset[int]]:

@@ -87,6 +87,14 @@ class RunFolder:
             file.write(json.dumps(plain(fields), allow_nan=False) + "\n")
             file.flush()
 
+    def rewind(self, step: int) -> None:
+        """The run goes back to a checkpoint: lines of the steps that are run again go."""
+        if self._lines:
+            self.close()
+            self._lines.clear()
+            self._resumed_at = step
+            self.open()
+
     def write(self, name: str, value: Any) -> None:
         """A JSON file, whole or not at all. Raises RunError if that fails."""
         if self.out is None:

@@ -192,6 +192,7 @@ class Worker:
         assert slot is not None
         if self.desk is None or epoch.reset:
             self.desk = Desk(self.job, device_of(self.job))
+            self.committed = epoch.committed
         self._commit(epoch.committed)
         self._saved_step = None
         plan = Plan.from_text(epoch.plan)
@@ -240,6 +241,7 @@ class Worker:
         Where a loss can be recovered from, no more than two steps are open: what is kept for them is bounded.
         """
         while True:
+            self._news.clear()  # before looking: what comes while shadows catch up is looked at, too
             if self.finish is not None and step >= self.finish:
                 return False
             if step < self.permit and (not executor.epoch.kept or step <= self.committed + 1):
@@ -247,7 +249,6 @@ class Worker:
             if executor.shadows is not None:
                 await executor.shadows.catch_up(step)
                 self._report_closed(executor)
-            self._news.clear()
             await self._news.wait()
 
     async def _step(self, executor: Executor, closing: Closing, step: int) -> None:
@@ -302,7 +303,8 @@ class Worker:
     async def _after(self, executor: Executor, done: int) -> None:
         """What happens between two steps: evaluation and checkpoints, at the same places for everyone."""
         job, epoch = self.job, executor.epoch
-        if job.evaluate_every and done % job.evaluate_every == 0 and done > self.committed:
+        known = epoch.kept and done <= self.committed  # the evaluation was complete before the last epoch ended
+        if job.evaluate_every and done % job.evaluate_every == 0 and not known:
             if executor.shadows is not None:
                 await executor.shadows.catch_up(done)
                 self._report_closed(executor)

@@ -197,12 +197,12 @@ class Cluster:
             await endpoint.close()
 
     def _snapshot(self) -> Snapshot:
-        """The model, each layer from its first holder."""
+        """The model, each layer from a holder that has made every step."""
         found = Snapshot()
-        for node, worker in sorted(self.workers.items(), reverse=True):
-            for holding in worker.desk.holdings.values() if worker.desk is not None else ():
-                if node not in self.machines.gone:
-                    found.update(holding.state.snapshot())
+        alive = [worker for node, worker in self.workers.items() if node not in self.machines.gone]
+        held = [holding for worker in alive if worker.desk is not None for holding in worker.desk.holdings.values()]
+        for holding in sorted(held, key=lambda holding: holding.version):  # a copy that was on its way may be behind
+            found.update(holding.state.snapshot())
         return found.copy()
 
 
