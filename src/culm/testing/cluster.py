@@ -138,6 +138,7 @@ class Cluster:
         self.store.listen("result", lambda _: result_at.append(self.clock.now()))
         self._nodes = {n: virtual_loop().on_node(n, self._node(n)) for n in range(self.setup.nodes)}
         self.fate.begin()
+        virtual_loop().explain_deadlocks(self.waits)
         scripted = [asyncio.ensure_future(script(self))] if script is not None else []
         running = asyncio.gather(*self._nodes.values())
         both: list[asyncio.Future[Any]] = [running, *scripted]
@@ -160,6 +161,12 @@ class Cluster:
     def kill(self, node: int) -> None:
         """Take a node away without notice: nothing is heard of it again, and every connection to it breaks."""
         self.machines.kill([node])
+
+    def waits(self) -> str:
+        """What everybody waits for, and where the code of each node is: a line each."""
+        nodes = (n for n in self._nodes if n not in self.machines.gone)
+        places = (f"node {n} is at {', '.join(filter(None, virtual_loop().places(n)))}" for n in nodes)
+        return "".join(f"\n    {line}" for line in (*self.network.waits(), *places))
 
     async def committed(self, step: int) -> None:
         """Wait until a step is committed."""

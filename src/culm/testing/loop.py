@@ -30,10 +30,11 @@ class _NoWaiting(selectors.SelectSelector):
     def __init__(self, loop_time: list[float]) -> None:
         super().__init__()
         self._time = loop_time
+        self.explain: Callable[[], str] = lambda: ""
 
     def select(self, timeout: float | None = None) -> list[Any]:
         if timeout is None:
-            raise Deadlock("every coroutine waits and no timer is set")
+            raise Deadlock(f"every coroutine waits and no timer is set{self.explain()}")
         self._time[0] += max(0.0, timeout)
         return []
 
@@ -68,10 +69,20 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._tasks: WeakKeyDictionary[asyncio.Task[Any], int] = WeakKeyDictionary()
         self.held: dict[int, list[_Call]] = {}
         """What nodes that stand still would do now, in order."""
-        super().__init__(_NoWaiting(self._virtual))
+        self._selector_of_time = _NoWaiting(self._virtual)
+        super().__init__(self._selector_of_time)
 
     def time(self) -> float:
         return self._virtual[0]
+
+    def explain_deadlocks(self, explain: Callable[[], str]) -> None:
+        """Call a function in a deadlock, while everybody still waits, for more to say about it."""
+        self._selector_of_time.explain = explain
+
+    def places(self, node: int) -> list[str]:
+        """Where the coroutines of a node are."""
+        tasks = [task for task, owner in self._tasks.items() if owner == node and not task.done()]
+        return [_innermost(task.get_coro()) for task in tasks]
 
     def on_node(self, node: int, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run a coroutine as code of a node; whatever it starts belongs to the node too."""
@@ -124,6 +135,16 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         context = copy_context() if context is None else context
         node = context.get(_node)
         return None if node is None else _Call(self, node, callback, args, context)
+
+
+def _innermost(coroutine: Any) -> str:
+    """The function that a coroutine waits in, and its line; those of libraries belong to who called them."""
+    place = ""
+    while (code := getattr(coroutine, "cr_code", None)) is not None:
+        if coroutine.cr_frame is not None and "culm" in code.co_filename:
+            place = f"{code.co_qualname}:{coroutine.cr_frame.f_lineno}"
+        coroutine = coroutine.cr_await
+    return place
 
 
 def virtual_loop() -> VirtualLoop:

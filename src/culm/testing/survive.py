@@ -182,4 +182,4 @@ async def _impatient(cluster: Cluster) -> None:
         try:
             await asyncio.wait_for(news.get(), PATIENCE_S)
         except TimeoutError:
-            raise Deadlock(f"nothing has happened for {PATIENCE_S:g} s of virtual time") from None
+            raise Deadlock(f"nothing has happened for {PATIENCE_S:g} s of virtual time{cluster.waits()}") from None

@@ -157,6 +157,11 @@ class Mailbox:
                 if self._waiting.get(key) is waiter:
                     del self._waiting[key]
 
+    def awaited(self) -> list[Key]:
+        """The frames that somebody waits for."""
+        with self._lock:
+            return sorted(key for key, waiter in self._waiting.items() if not waiter.done())
+
     def close_epochs(self, below: int) -> dict[Key, Tensors]:
         """Wake waiters of every epoch below; the frames that lay here are the caller's."""
         with self._lock:

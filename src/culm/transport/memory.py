@@ -113,6 +113,21 @@ class MemoryNetwork:
         if parcel.kind == "loss" or parcel.source not in self._silenced:
             arrive()
 
+    def waits(self) -> list[str]:
+        """What endpoints wait for, in words: frames that have not come, and sums that are not complete."""
+        found = [
+            f"{address} waits for {key.name} of step {key.step} in epoch {key.epoch}"
+            for address, endpoint in sorted(self.endpoints.items())
+            for key in endpoint.mailbox.awaited()
+        ]
+        for (key, turn), pending in sorted(self._sums.items(), key=lambda item: item[0]):
+            here = [member for member in pending.parts if member not in pending.left]
+            missing = [member for member in pending.members if member not in pending.parts]
+            if here and missing:
+                told = f"sum {turn} of {key.name} of step {key.step} in epoch {key.epoch}"
+                found.append(f"{', '.join(here)} waits for {', '.join(missing)} in {told}")
+        return found
+
     async def add(self, key: Key, turn: int, members: Sequence[Address], me: Address, tensor: Tensor) -> None:
         """Contribute to a sum. It is made in the order of the members when all have contributed, and each gets it in
         its own time: one may have it while another sees it break off."""
