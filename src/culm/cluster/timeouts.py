@@ -7,7 +7,7 @@ the start: timeouts that contradict each other are the classic way to lose healt
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 from culm.errors import UsageError
 
@@ -19,30 +19,19 @@ _LEASE_CHECK_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Timeouts:
-    """Seconds. Made by `derive`, which checks them."""
+    """Seconds, and what each is for. Made by `derive`, which checks them."""
 
-    suspect_after: float
-    """The setting: how long a machine may be silent before it is taken for dead."""
-    beat: float
-    """Between two beats of a worker to its agent."""
-    lease: float
-    """How long a node's keys in the store outlive its last sign: whole seconds, at least 2."""
-    keepalive: float
-    """Between two signs of a node to the store."""
-    store_call: float
-    """How long one endpoint of the store may take to answer before the next one is asked."""
-    connect: float
-    """How long connecting to a peer may take."""
-    progress: float
-    """How long a worker that beats may be busy with one action before it is taken for stuck."""
-    doubt: float
-    """How long a worker's word that a peer is gone waits for the store to say so."""
-    adopt: float
-    """How long a member may take to adopt a new epoch before it is taken for lost."""
-    end: float
-    """How long a worker that was told to stop may take to tidy up."""
-    drain: float
-    """How much of a spot notice is kept for handing over."""
+    suspect_after: float = field(metadata={"means": "a silent machine is taken for dead (the setting)"})
+    beat: float = field(metadata={"means": "between two beats of a worker to its agent"})
+    lease: float = field(metadata={"means": "a node's keys outlive its last sign to the store"})
+    keepalive: float = field(metadata={"means": "between two signs of a node to the store"})
+    store_call: float = field(metadata={"means": "one endpoint of the store may take to answer"})
+    connect: float = field(metadata={"means": "connecting to a peer may take"})
+    progress: float = field(metadata={"means": "one action may take before its worker is stuck"})
+    doubt: float = field(metadata={"means": "a report of a lost peer waits for the store"})
+    adopt: float = field(metadata={"means": "a member may take to adopt an epoch"})
+    end: float = field(metadata={"means": "a worker that was told to stop may take"})
+    drain: float = field(metadata={"means": "of a spot notice, kept for handing over"})
 
 
 def derive(suspect_after: float = 5.0, *, slowest_action: float = 0.0, **changed: float) -> Timeouts:
@@ -71,9 +60,9 @@ def derive(suspect_after: float = 5.0, *, slowest_action: float = 0.0, **changed
 
 def check(times: Timeouts) -> Timeouts:
     """The same, if they are in order; else UsageError with the first pair that is not."""
-    for field in fields(times):
-        if not getattr(times, field.name) > 0:
-            raise UsageError(f"{field.name} is {getattr(times, field.name)} s: a timeout is above zero")
+    for name, seconds, _ in table(times):
+        if not seconds > 0:
+            raise UsageError(f"{name} is {seconds} s: a timeout is above zero")
     for lower, low, upper, high, why in _order(times):
         if low > high:
             raise UsageError(f"{lower} ({low:g} s) must not be above {upper} ({high:g} s): {why}")
@@ -82,7 +71,7 @@ def check(times: Timeouts) -> Timeouts:
 
 def table(times: Timeouts) -> list[tuple[str, float, str]]:
     """Name, seconds and meaning of each, for printing at the start."""
-    return [(field.name, getattr(times, field.name), _MEANING[field.name]) for field in fields(times)]
+    return [(found.name, getattr(times, found.name), found.metadata["means"]) for found in fields(times)]
 
 
 def _order(t: Timeouts) -> list[tuple[str, float, str, float, str]]:
@@ -105,22 +94,8 @@ def _order(t: Timeouts) -> list[tuple[str, float, str, float, str]]:
 
 
 def _changed(times: Timeouts, changed: dict[str, float]) -> Timeouts:
-    unknown = sorted(changed.keys() - _MEANING.keys())
-    if unknown:
-        raise UsageError(f"{unknown[0]} is no timeout: there are {', '.join(_MEANING)}")
+    known = [found.name for found in fields(times)]
+    for name in changed:
+        if name not in known:
+            raise UsageError(f"{name} is no timeout: there are {', '.join(known)}")
     return replace(times, **changed)
-
-
-_MEANING = {
-    "suspect_after": "a silent machine is taken for dead (the setting)",
-    "beat": "between two beats of a worker to its agent",
-    "lease": "a node's keys outlive its last sign to the store",
-    "keepalive": "between two signs of a node to the store",
-    "store_call": "one endpoint of the store may take to answer",
-    "connect": "connecting to a peer may take",
-    "progress": "one action may take before its worker is stuck",
-    "doubt": "a report of a lost peer waits for the store",
-    "adopt": "a member may take to adopt an epoch",
-    "end": "a worker that was told to stop may take",
-    "drain": "of a spot notice, kept for handing over",
-}
