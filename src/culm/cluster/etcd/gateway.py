@@ -223,6 +223,7 @@ class Gateway:
             self._note(f"etcd is out of reach: {trouble}")
         if turn == self._turn:
             self._turn += 1
+            self._token = ""  # an etcd without its data would wait for the day on which it was given
             self._turned.set()
             self._turned = asyncio.Event()
 

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 
 from culm.cluster.etcd import wire
 from culm.cluster.etcd.refusals import Gone, Refused, Unreachable
-from culm.cluster.etcd.wire import Anything, KeepAliveAnswer, LeaseAnswer, Op, TxnAnswer
+from culm.cluster.etcd.wire import Anything, KeepAliveAnswer, LeaseAnswer, Op, RangeAnswer, TxnAnswer
 from culm.errors import RunError
 
 if TYPE_CHECKING:
     from culm.cluster.etcd.gateway import Gateway
+    from culm.cluster.timeouts import Timeouts
     from culm.runtime.clock import Clock
 
 _LOST = "the session in the store is lost: this node was out of reach for too long and the others went on without it"
@@ -26,8 +27,8 @@ class Session:
     have seen the keys go, so this client is fenced and has to come back as a new one. Then the gateway fails.
     """
 
-    def __init__(self, gateway: Gateway, clock: Clock, home: str, ttl_s: float) -> None:
-        self._gateway, self._clock, self._home, self._ttl_s = gateway, clock, home, ttl_s
+    def __init__(self, gateway: Gateway, clock: Clock, home: str, times: Timeouts) -> None:
+        self._gateway, self._clock, self._home, self._times = gateway, clock, home, times
         self.lease = 0
         self._numbers = itertools.count(1)
         self._keeping: asyncio.Task[None] | None = None
@@ -38,7 +39,7 @@ class Session:
 
     async def begin(self) -> None:
         """Take a lease and keep it."""
-        asked = {"TTL": str(int(self._ttl_s)), "ID": "0"}
+        asked = {"TTL": str(int(self._times.lease)), "ID": "0"}
         self.lease = (await self._gateway.call("/v3/lease/grant", asked, LeaseAnswer)).id
         first = {"success": [wire.put(self.marker, b"", self.lease)]}
         await self._gateway.call("/v3/kv/txn", first, TxnAnswer)
@@ -69,10 +70,11 @@ class Session:
     async def _keep(self) -> None:
         """Renew the lease until it is lost."""
         while True:
-            await self._clock.sleep(self._ttl_s / 3)
+            await self._clock.sleep(self._times.keepalive)
             try:
                 kept = await self._gateway.call("/v3/lease/keepalive", {"ID": str(self.lease)}, KeepAliveAnswer)
                 if kept.result.ttl <= 0:
+                    await self._gateway.call("/v3/kv/range", {"key": self.marker}, RangeAnswer)  # has etcd its data?
                     self._lose()
             except RunError as error:
                 self._gateway.fail(error)

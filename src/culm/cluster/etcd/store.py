@@ -59,7 +59,7 @@ class EtcdStore:
         times, clock = timeouts or derive(), clock or RealClock()
         home = f"culm/{check_job_name(job)}/"
         gateway = Gateway(access, clock, attempt_s=times.store_call, note=note)
-        session = Session(gateway, clock, home, times.lease)
+        session = Session(gateway, clock, home, times)
         try:
             await gateway.find(patience_s)
             await session.begin()
