@@ -97,9 +97,10 @@ def broken(error: Exception, endpoint: str) -> Unreachable:
         return Unreachable(f"{endpoint} did not answer in time")
     if isinstance(error, aiohttp.ClientConnectorDNSError):
         return Unreachable(f"{endpoint} has a name that is not known")
-    if isinstance(error, aiohttp.ClientConnectorError):
-        return Unreachable(f"{endpoint} can not be connected to ({error.os_error.strerror or error.os_error})")
-    return Unreachable(f"the connection to {endpoint} broke")
+    if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno is not None:
+        return Unreachable(f"{endpoint} can not be connected to ({error.os_error.strerror})")
+    other = "http" if endpoint.startswith("https") else "https"
+    return Unreachable(f"{endpoint} hung up (if it is meant to be {other}://, write so)")
 
 
 def _handshake(error: Exception, endpoint: str) -> str | None:
