@@ -286,6 +286,24 @@ def test_a_watch_sees_what_is_there_then_every_change_in_order(side: Side | Etcd
     side.run(main())
 
 
+def test_a_key_that_is_deleted_is_gone_and_can_come_back(side: Side | EtcdSide) -> None:
+    async def main() -> None:
+        async with side.world() as world:
+            writer, reader = await world.client(), await world.client()
+            await writer.put("nodes/0", b"a", session=True)
+            watching = asyncio.create_task(seen(reader, "nodes/", 3))
+            await standing(reader)
+            await writer.delete("nodes/1")
+            await writer.delete("nodes/0")
+            assert await reader.get("nodes/0") is None
+            assert await writer.swap("nodes/0", None, b"b")
+            assert await watching == [Change("nodes/0", b"a"), Change("nodes/0", None), Change("nodes/0", b"b")]
+            await world.leave(writer)
+            assert await reader.get("nodes/0") == b"b"  # it was put anew, and not for a session
+
+    side.run(main())
+
+
 def test_session_keys_go_with_their_client_and_others_stay(side: Side | EtcdSide) -> None:
     async def main() -> None:
         async with side.world() as world:
