@@ -49,6 +49,8 @@ class BadLine:
         self.url = ""
         self._open = asyncio.Event()
         self._open.set()
+        self.delay_s = 0.0
+        """How long each piece takes, each way."""
         self.keep_answer: Callable[[bytes], bool] = lambda _: True
         """Asked for each piece of an answer; False: the line is cut instead."""
         self._writers: set[asyncio.StreamWriter] = set()
@@ -86,6 +88,7 @@ class BadLine:
     ) -> None:
         while piece := await reader.read(65536):
             await self._open.wait()
+            await asyncio.sleep(self.delay_s)
             if not keep(piece):
                 raise ConnectionResetError
             writer.write(piece)

@@ -18,7 +18,7 @@ from culm.cluster.etcd import Access, EtcdStore, wire
 from culm.cluster.etcd.wire import Anything, TxnAnswer
 from culm.cluster.store import Change, Store
 from culm.cluster.timeouts import derive
-from culm.errors import RunError
+from culm.errors import RunError, UsageError
 from culm.providers.etcd import PrivateEtcd, _free_port
 
 from .etcds import BadLine, bad_line, etcd_with, patiently, started
@@ -134,10 +134,10 @@ def test_writes_over_a_line_that_keeps_breaking_happen_exactly_once(etcd: Privat
         async with bad_line(etcd.access.endpoints[0]) as line, clients(etcd, 1) as (witness,):
             async with clients(etcd, 2, line) as stores:
                 line.keep_answer = lambda _: chance.random() > 0.2
-                won = await asyncio.gather(*(count_up(store, 40) for store in stores))
+                won = await asyncio.gather(*(count_up(store, 25) for store in stores))
                 line.keep_answer = lambda _: True
             assert await witness.get("count") == str(sum(won)).encode()
-            assert sum(won) >= 40
+            assert sum(won) >= 25
 
     async def count_up(store: EtcdStore, times: int) -> int:
         won = 0
@@ -216,6 +216,24 @@ def test_a_silence_that_is_shorter_than_the_lease_goes_unnoticed(etcd: PrivateEt
             await watching
             assert [value for _, value in found] == [b"0", b"1", b"2"]
             assert await other.get("nodes/1") == b"here"
+
+    patiently(main())
+
+
+def test_a_slow_line_costs_nobody_his_session(etcd: PrivateEtcd) -> None:
+    async def main() -> None:
+        async with (
+            bad_line(etcd.access.endpoints[0]) as line,
+            clients(etcd, 1) as (other,),
+            clients(etcd, 1, line) as (node,),
+        ):
+            line.delay_s = 0.2
+            began = asyncio.get_running_loop().time()
+            await node.put("nodes/1", b"here", session=True)
+            while asyncio.get_running_loop().time() < began + 1.2 * SHORT.lease:
+                await node.put("x", b"")
+            assert await other.get("nodes/1") == b"here"
+            line.delay_s = 0.0
 
     patiently(main())
 
@@ -372,6 +390,19 @@ def test_when_a_member_of_etcd_dies_or_falls_silent_calls_and_watches_go_on_at_a
             await watching
             assert found == [Change("n/1", b""), Change("n/2", b""), Change("n/~end", b"")]
             assert await other.get("n/1") == b""
+
+    with three_members(tmp_path) as (urls, members):
+        patiently(main(urls, members))
+
+
+def test_an_etcd_without_a_majority_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    async def main(urls: list[str], members: list[subprocess.Popen[bytes]]) -> None:
+        async with await EtcdStore.open(Access(endpoints=tuple(urls)), "job", patience_s=30):
+            pass
+        for member in members[1:]:
+            member.kill()
+        with pytest.raises(UsageError, match="answers but takes no writes: are most members up"):
+            await EtcdStore.open(Access(endpoints=tuple(urls)), "job", timeouts=SHORT, patience_s=0.5)
 
     with three_members(tmp_path) as (urls, members):
         patiently(main(urls, members))

@@ -177,6 +177,8 @@ class Gateway:
         self, path: str, body: dict[str, Any], timeout: aiohttp.ClientTimeout
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         endpoint = self.endpoint
+        if self._http.closed:
+            raise Unreachable("the connection was closed")
         headers = {"Authorization": self._token} if self._token else None
         try:
             async with self._http.post(

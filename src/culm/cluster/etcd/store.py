@@ -62,7 +62,10 @@ class EtcdStore:
         session = Session(gateway, clock, home, times)
         try:
             await gateway.find(patience_s)
-            await session.begin()
+            await asyncio.wait_for(session.begin(), patience_s + times.store_call)
+        except TimeoutError:
+            await gateway.close()
+            raise UsageError(f"--etcd: {gateway.endpoint} answers but takes no writes: are most members up?") from None
         except BaseException:
             await gateway.close()
             raise
