@@ -291,8 +291,9 @@ def test_a_password_that_is_changed_meanwhile_ends_calls_and_does_not_hang(tmp_p
             store = await EtcdStore.open(private.access, "job", timeouts=derive(0.5))
             admin = Gateway(private.access, RealClock(), attempt_s=2, note=print)
             await admin.call("/v3/auth/user/changepw", {"name": "root", "password": "other"}, Anything)
-            with pytest.raises(RunError, match="does not know this user with this password"):
-                await store.put("x", b"")
+            for call in (store.put("x", b""), anext(aiter(store.watch("x")))):
+                with pytest.raises(RunError, match="does not know this user with this password"):
+                    await call
             await admin.close()
             await store.close()
 

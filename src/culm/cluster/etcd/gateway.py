@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _BROKEN = (aiohttp.ClientError, asyncio.TimeoutError, OSError)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
+_BYTES_PER_S = 2**18
+"""That a busy etcd takes at the least."""
 
 
 class Gateway:
@@ -46,8 +48,7 @@ class Gateway:
 
     def __init__(self, access: Access, clock: Clock, *, attempt_s: float, note: Callable[[str], None]) -> None:
         self.access, self._clock, self._note = access, clock, note
-        self._brief = aiohttp.ClientTimeout(total=attempt_s)
-        self._lasting = aiohttp.ClientTimeout(sock_connect=attempt_s)
+        self._attempt_s = attempt_s
         self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=tls(access) or True, limit=0))
         self._turn = 0
         """How often the endpoint was changed."""
@@ -127,11 +128,13 @@ class Gateway:
         turn, turned = self._turn, self._turned
         try:
             await self._log_in()
-            async with self._post(path, body, self._lasting) as response:
+            async with self._post(path, body, lasting=True) as response:
                 await self._accept(response)
                 async for line in _lines(response, turned):
                     yield self._message(line)
             raise Unreachable(f"{self.endpoint} has ended a watch")
+        except Refused as error:
+            raise RunError(str(error)) from None
         except StaleToken:
             raise Unreachable("the token has ended") from None
         except Unreachable as trouble:
@@ -165,7 +168,7 @@ class Gateway:
             self._token = (await self._answer("/v3/auth/authenticate", login, TokenAnswer)).token
 
     async def _answer(self, path: str, body: dict[str, Any], kind: type[T]) -> T:
-        async with self._post(path, body, self._brief) as response:
+        async with self._post(path, body) as response:
             await self._accept(response)
             try:
                 return msgspec.json.decode(await response.read(), type=kind, strict=False)
@@ -174,15 +177,18 @@ class Gateway:
 
     @asynccontextmanager
     async def _post(
-        self, path: str, body: dict[str, Any], timeout: aiohttp.ClientTimeout
+        self, path: str, body: dict[str, Any], *, lasting: bool = False
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        endpoint = self.endpoint
+        """Ask the endpoint of now. Unless it is lasting, the answer must come in time, and later for what is large."""
+        endpoint, data = self.endpoint, encode(body)
         if self._http.closed:
             raise Unreachable("the connection was closed")
         headers = {"Authorization": self._token} if self._token else None
+        patience = None if lasting else self._attempt_s + len(data) / _BYTES_PER_S
+        timeout = aiohttp.ClientTimeout(sock_connect=self._attempt_s, sock_read=patience)
         try:
             async with self._http.post(
-                endpoint + path, data=encode(body), headers=headers, timeout=timeout, allow_redirects=False
+                endpoint + path, data=data, headers=headers, timeout=timeout, allow_redirects=False
             ) as response:
                 yield response
         except _BROKEN as error:

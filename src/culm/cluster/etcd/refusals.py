@@ -20,11 +20,14 @@ _PASSING = {4, 14}
 
 
 class Unreachable(Exception):
-    """No answer this time; another endpoint or another moment may do better. `final`: waiting would not help."""
+    """No answer this time; another endpoint or another moment may do better.
 
-    def __init__(self, why: str, *, final: bool = False) -> None:
+    `final`: waiting would not help. `hint`: what may be wrong if it has never worked.
+    """
+
+    def __init__(self, why: str, *, final: bool = False, hint: str = "") -> None:
         super().__init__(why)
-        self.final = final
+        self.final, self.hint = final, hint
 
 
 class Refused(Exception):
@@ -100,7 +103,7 @@ def broken(error: Exception, endpoint: str) -> Unreachable:
     if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno is not None:
         return Unreachable(f"{endpoint} can not be connected to ({error.os_error.strerror})")
     other = "http" if endpoint.startswith("https") else "https"
-    return Unreachable(f"{endpoint} hung up (if it is meant to be {other}://, write so)")
+    return Unreachable(f"{endpoint} hung up", hint=f" (if it is meant to be {other}://, write so)")
 
 
 def _handshake(error: Exception, endpoint: str) -> str | None:
@@ -122,7 +125,7 @@ def _certificate(error: aiohttp.ClientConnectorCertificateError) -> str:
 
 def unusable(troubles: dict[str, Unreachable]) -> str:
     """Why no endpoint can be used."""
-    reasons = "; ".join(str(trouble) for trouble in troubles.values())
+    reasons = "; ".join(f"{trouble}{trouble.hint}" for trouble in troubles.values())
     if all(trouble.final for trouble in troubles.values()):
         return f"--etcd can not be used: {reasons}"
     return f"--etcd can not be reached: {reasons}; start etcd or correct the address"
