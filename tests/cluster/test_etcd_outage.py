@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from culm.cluster.etcd import Access, EtcdStore, wire
+from culm.cluster.etcd.refusals import Unreachable
 from culm.cluster.etcd.wire import Anything, TxnAnswer
 from culm.cluster.store import Change, Store
 from culm.cluster.timeouts import derive
@@ -238,6 +239,23 @@ def test_a_slow_line_costs_nobody_his_session(etcd: PrivateEtcd) -> None:
     patiently(main())
 
 
+def test_a_watch_that_begins_at_a_silent_endpoint_does_not_wait_there(etcd: PrivateEtcd) -> None:
+    async def main() -> None:
+        async with bad_line(etcd.access.endpoints[0]) as line, clients(etcd, 1) as (writer,):
+            known = etcd.access
+            access = Access(endpoints=(line.url, *known.endpoints), user=known.user, password=known.password)
+            async with await EtcdStore.open(access, "job", timeouts=SHORT) as reader:
+                await writer.put("x", b"1")
+                stream = reader._gateway.stream("/v3/watch", {"create_request": {"key": b"x"}})
+                line.fall_silent()
+                with pytest.raises(Unreachable, match="did not answer in time"):
+                    await anext(stream)
+                found: list[Change] = []
+                await collect(reader, "x", found, Change("x", b"1"))
+
+    patiently(main())
+
+
 def test_who_is_evicted_can_write_nothing_even_before_he_hears_of_it(etcd: PrivateEtcd) -> None:
     async def main() -> None:
         async with clients(etcd, 2) as (node, leader):
@@ -360,8 +378,8 @@ def three_members(folder: Path) -> Iterator[tuple[list[str], list[subprocess.Pop
                     f"--listen-peer-urls={peer}",
                     f"--initial-advertise-peer-urls={peer}",
                     f"--initial-cluster={everybody}",
-                    "--heartbeat-interval=20",
-                    "--election-timeout=200",
+                    "--heartbeat-interval=50",
+                    "--election-timeout=500",
                 )
             )
             for i, (client, peer) in enumerate(zip(clients, peers, strict=True))

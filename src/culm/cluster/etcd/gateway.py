@@ -179,17 +179,21 @@ class Gateway:
     async def _post(
         self, path: str, body: dict[str, Any], *, lasting: bool = False
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Ask the endpoint of now. Unless it is lasting, the answer must come in time, and later for what is large."""
+        """Ask the endpoint of now. It must begin to answer in time, and go on in time unless the answer is lasting."""
         endpoint, data = self.endpoint, encode(body)
         if self._http.closed:
             raise Unreachable("the connection was closed")
         headers = {"Authorization": self._token} if self._token else None
-        patience = None if lasting else self._attempt_s + len(data) / _BYTES_PER_S
-        timeout = aiohttp.ClientTimeout(sock_connect=self._attempt_s, sock_read=patience)
+        patience = self._attempt_s + len(data) / _BYTES_PER_S
+        pieces = aiohttp.ClientTimeout(sock_read=None if lasting else patience)
         try:
-            async with self._http.post(
-                endpoint + path, data=data, headers=headers, timeout=timeout, allow_redirects=False
-            ) as response:
+            async with (
+                asyncio.timeout(patience) as beginning,
+                self._http.post(
+                    endpoint + path, data=data, headers=headers, timeout=pieces, allow_redirects=False
+                ) as response,
+            ):
+                beginning.reschedule(None)
                 yield response
         except _BROKEN as error:
             raise broken(error, endpoint) from error
