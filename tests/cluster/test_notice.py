@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -36,19 +37,19 @@ AZURE_EVENT: dict[str, object] = {
     "EventStatus": "Scheduled",
     "NotBefore": "Fri, 01 May 2026 12:00:25 GMT",
 }
-Make = Callable[[str, Hasty, list[str]], NoticeSource]
+Make = Callable[..., NoticeSource]
 
 
-def aws(url: str, clock: Hasty, told: list[str]) -> NoticeSource:
-    return AwsNotice(clock, tell=told.append, url=url, wall=lambda: NOON, timeout_s=0.05)
+def aws(url: str, clock: Hasty, told: list[str], timeout_s: float = 20.0) -> NoticeSource:
+    return AwsNotice(clock, tell=told.append, url=url, wall=lambda: NOON, timeout_s=timeout_s)
 
 
-def gcp(url: str, clock: Hasty, told: list[str]) -> NoticeSource:
-    return GcpNotice(clock, tell=told.append, url=url, open_s=0, timeout_s=0.05)
+def gcp(url: str, clock: Hasty, told: list[str], timeout_s: float = 20.0) -> NoticeSource:
+    return GcpNotice(clock, tell=told.append, url=url, open_s=0, timeout_s=timeout_s)
 
 
-def azure(url: str, clock: Hasty, told: list[str]) -> NoticeSource:
-    return AzureNotice(clock, tell=told.append, url=url, wall=lambda: NOON, timeout_s=0.05)
+def azure(url: str, clock: Hasty, told: list[str], timeout_s: float = 20.0) -> NoticeSource:
+    return AzureNotice(clock, tell=told.append, url=url, wall=lambda: NOON, timeout_s=timeout_s)
 
 
 def hear(make: Make, answer: Handler) -> tuple[Notice, FakeMetadata, Hasty, list[str]]:
@@ -187,7 +188,8 @@ def test_what_makes_no_sense_is_no_notice_and_is_told_once(
 def test_a_service_that_hangs_or_hangs_up_is_asked_again(
     make: Make, cloud: Callable[..., Handler], nothing: Handler, notice: Handler, bad: Handler
 ) -> None:
-    _, _, _, told = hear(make, cloud(bad, bad, notice))
+    impatient = functools.partial(make, timeout_s=0.1)
+    _, _, _, told = hear(impatient, cloud(bad, bad, notice))
     assert len(told) == 1
 
 
