@@ -10,16 +10,20 @@
     listing     one pass of list scheduling
     period      the time of a step when stages step on their own clocks
     greedy      the best of several passes, and its gap to the bound
+    normalize   where failures hurt least, and who moves to get them there
+    ahead       plans made once, and ahead of the failures
     explain     in words
 
 Everything here is a pure function of values: no torch, no clock, no sockets.
 """
 
+from culm.plan.ahead import Plans
 from culm.plan.bound import bound
 from culm.plan.choose import BANDWIDTH, Choice, choose
 from culm.plan.explain import explain
 from culm.plan.failures import Case, Memory, Slot, absorbed
 from culm.plan.greedy import Rerouted, greedy
+from culm.plan.normalize import Move, Normal, Spread, normalize, placed, spread
 from culm.plan.partition import Cuts, InFlight, one_f_one_b, partition, spans, stage_memory
 from culm.plan.period import period
 from culm.plan.predict import Candidate, Shape, live
@@ -34,19 +38,26 @@ __all__ = [
     "InFlight",
     "LayerCost",
     "Memory",
+    "Move",
+    "Normal",
+    "Plans",
     "Profile",
     "Rerouted",
     "Shape",
     "Slot",
+    "Spread",
     "absorbed",
     "bound",
     "choose",
     "explain",
     "greedy",
     "live",
+    "normalize",
     "one_f_one_b",
     "partition",
     "period",
+    "placed",
     "spans",
+    "spread",
     "stage_memory",
 ]
