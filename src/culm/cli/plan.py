@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -16,6 +17,7 @@ from culm.cli.failing import failing
 from culm.cli.tables import facts
 from culm.errors import UsageError
 from culm.plan import Case, Memory, Rerouted, Slot, explain, greedy
+from culm.plan.optimal import LIMIT_S, optimal
 from culm.schedule import generate, grid, timing
 
 
@@ -32,14 +34,15 @@ def plan(
         bool, typer.Option("--stagger/--no-stagger", help="Let each stage step on its own clock.")
     ] = True,
     memory: Annotated[str, typer.Option(help="Live activations of a worker: none, 1f1b (as it keeps), or N.")] = "none",
-    solver: Annotated[str, typer.Option(help="greedy.")] = "greedy",
+    solver: Annotated[str, typer.Option(help="greedy, or cp-sat: slower, and proves what it can.")] = "greedy",
+    limit: Annotated[float, typer.Option(metavar="SECONDS", help="How long cp-sat may look.")] = LIMIT_S,
     why: Annotated[bool, typer.Option("--explain", help="Say why it takes so long.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False,
 ) -> None:
     """Plan a step without the failed slots: live peers run their micro-batches, in their bubbles where they can."""
     with failing(debug=debug):
-        _check_solver(solver)
+        solve = _solver(solver, limit)
         case = Case(
             pipelines=pipelines,
             stages=stages,
@@ -50,18 +53,19 @@ def plan(
             stagger=stagger,
             memory=_memory(memory),
         )
-        found, healthy = greedy(case), greedy(replace(case, failed=frozenset()))
+        found, healthy = solve(case), greedy(replace(case, failed=frozenset()))
         if json_:
             print(json.dumps(_json(found, healthy)))
         else:
             _show(found, healthy, explain(found) if why else ())
 
 
-def _check_solver(name: str) -> None:
+def _solver(name: str, limit_s: float) -> Callable[[Case], Rerouted]:
     if name == "cp-sat":
-        raise UsageError("--solver cp-sat is not there yet: use --solver greedy, and see its gap to the bound")
+        return partial(optimal, limit_s=limit_s)
     if name != "greedy":
-        raise UsageError(f"there is no --solver {name!r}: use greedy")
+        raise UsageError(f"there is no --solver {name!r}: use greedy or cp-sat")
+    return greedy
 
 
 def _slot(text: str) -> Slot:

@@ -10,6 +10,7 @@
     listing     one pass of list scheduling
     period      the time of a step when stages step on their own clocks
     greedy      the best of several passes, and its gap to the bound
+    optimal     the shortest plan there is, by constraint programming
     normalize   where failures hurt least, and who moves to get them there
     ahead       plans made once, and ahead of the failures
     explain     in words
@@ -24,6 +25,7 @@ from culm.plan.explain import explain
 from culm.plan.failures import Case, Memory, Slot, absorbed
 from culm.plan.greedy import Rerouted, greedy
 from culm.plan.normalize import Move, Normal, Spread, normalize, placed, spread
+from culm.plan.optimal import optimal
 from culm.plan.partition import Cuts, InFlight, one_f_one_b, partition, spans, stage_memory
 from culm.plan.period import period
 from culm.plan.predict import Candidate, Shape, live
@@ -54,6 +56,7 @@ __all__ = [
     "live",
     "normalize",
     "one_f_one_b",
+    "optimal",
     "partition",
     "period",
     "placed",

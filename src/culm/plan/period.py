@@ -37,9 +37,27 @@ def period(plan: Plan, costs: Costs = UNIT, enough: float = math.inf) -> float:
     return _largest_mean(chains)
 
 
+def begins(plan: Plan, costs: Costs, within: float) -> tuple[dict[Action, float], list[float]]:
+    """When every F, I, W and B starts, and when each stage begins, if each stage takes no longer than `within`.
+
+    That must be no less than the period. If it is infinite, all stages begin at 0, as without the staggered optimizer.
+    """
+    stages = range(plan.stages)
+    turns = _turns(plan, costs)
+    begin = [0.0] * plan.stages
+    if within < math.inf:
+        chains = [_chains(turns, stage, plan) for stage in stages]
+        for _ in stages:
+            begin = [max(begin[s], *(begin[r] + chains[r][s] - within for r in stages)) for s in stages]
+    ends = _run(turns, [begin[worker % plan.stages] for worker in range(len(plan.workers))])
+    started = {turn.action: end - turn.price for turn, end in zip(turns, ends, strict=True)}
+    return {action: at for action, at in started.items() if action.micro is not None}, begin
+
+
 class _Turn(NamedTuple):
     """An action of a dry run, with what it waits for as the number of an earlier turn (-1: nothing)."""
 
+    action: Action
     workers: tuple[int, ...]
     needs: int
     crossing: float
@@ -53,7 +71,7 @@ def _turns(plan: Plan, costs: Costs) -> list[_Turn]:
     for action, workers, needs in walk(plan):
         crossing = 0.0 if needs is None else send[min(needs.segment, action.segment)]
         turns.append(
-            _Turn(workers, -1 if needs is None else number[needs], crossing, price[action.kind][action.segment])
+            _Turn(action, workers, -1 if needs is None else number[needs], crossing, price[action.kind][action.segment])
         )
         if action.kind not in (Kind.R, Kind.S):
             number[action] = len(turns) - 1
@@ -63,8 +81,14 @@ def _turns(plan: Plan, costs: Costs) -> list[_Turn]:
 def _chains(turns: Sequence[_Turn], stage: int, plan: Plan) -> list[float]:
     """By stage: its end, if `stage` began at 0 and all others long before."""
     free = [0.0 if worker % plan.stages == stage else _NEVER for worker in range(len(plan.workers))]
+    _run(turns, free)
+    return [max(free[worker] for worker in plan.holders_of(s)) for s in range(plan.stages)]
+
+
+def _run(turns: Sequence[_Turn], free: list[float]) -> list[float]:
+    """When each turn ends if the workers are free from then on; `free` becomes when they are done."""
     ends: list[float] = []
-    for workers, needs, crossing, price in turns:
+    for _, workers, needs, crossing, price in turns:
         start = free[workers[0]] if len(workers) == 1 else max([free[worker] for worker in workers])
         if needs >= 0 and ends[needs] + crossing > start:
             start = ends[needs] + crossing
@@ -72,7 +96,7 @@ def _chains(turns: Sequence[_Turn], stage: int, plan: Plan) -> list[float]:
         ends.append(end)
         for worker in workers:
             free[worker] = end
-    return [max(free[worker] for worker in plan.holders_of(s)) for s in range(plan.stages)]
+    return ends
 
 
 def _largest_mean(weights: Sequence[Sequence[float]]) -> float:
