@@ -8,12 +8,11 @@ from dataclasses import replace
 from statistics import mean
 
 import pytest
+from benchmarks.optima import FILE, case_of, random_case, row_of
 
 from culm.errors import PlanError
 from culm.plan import Case, Slot, bound, greedy, optimal
 from culm.schedule import Costs, check
-
-from .make_optima import FILE, case_of, random_case, row_of
 
 HURT = Case(pipelines=3, stages=4, micro_batches=18, failed=frozenset({Slot(2, 2)}))
 ROWS = json.loads(FILE.read_text(encoding="utf-8"))

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from culm.plan.failures import Case
     from culm.plan.listing import Row
 
+_MANY = 16
+"""Helpers beyond what is needed are taken up to this number."""
+
 
 def solo(case: Case) -> Case:
     """The fullest pipeline of a case by itself, with all of its workers."""
@@ -28,15 +31,14 @@ def solo(case: Case) -> Case:
 
 def copied(case: Case, rows: Sequence[Row]) -> list[Row]:
     """The lists of all pipelines, out of those of the fullest: a smaller one does without the last micro-batch."""
-    return [
-        [3 * block.start + code for code in row if code < 3 * len(block)] for block in case.blocks for row in rows
-    ]
+    return [[3 * block.start + code for code in row if code < 3 * len(block)] for block in case.blocks for row in rows]
 
 
 def concerned(case: Case, healthy: float) -> list[int]:
     """The hurt pipelines, and as many whole ones as it takes to keep the bound of the step where it is.
 
-    Whole pipelines need `healthy` for a step in any case, so a bound below that gains nothing.
+    Whole pipelines need `healthy` for a step in any case, so a bound below that gains nothing. Where few would do,
+    some more are taken: that makes the work of the scheduler easier.
     """
     hurt = sorted({slot.pipeline for slot in case.failed})
     whole = [d for d in range(case.pipelines) if d not in set(hurt)]
@@ -47,7 +49,7 @@ def concerned(case: Case, healthy: float) -> list[int]:
         return not _alive(case, chosen) or bound(part(case, chosen)) > enough
 
     helpers = bisect_left(range(len(whole)), True, key=lambda many: not too_long(many))
-    return sorted(hurt + whole[:helpers])
+    return sorted(hurt + whole[: max(helpers, min(2 * helpers, _MANY))])
 
 
 def _alive(case: Case, pipelines: Sequence[int]) -> bool:
@@ -65,16 +67,11 @@ def part(case: Case, pipelines: Sequence[int]) -> Case:
     )
 
 
-def joined(case: Case, pipelines: Sequence[int], rows: Sequence[Row], healthy: Sequence[Row]) -> list[Row]:
-    """The lists of all workers: `rows` for these pipelines, under the numbers that their micro-batches have in the
-    whole, and the lists of a healthy pipeline for the others."""
+def renumbered(case: Case, pipelines: Sequence[int], rows: Sequence[Row]) -> dict[int, Row]:
+    """The lists of a part by slot number, under the numbers that slots and micro-batches have in the whole."""
     micro = [3 * number for d in pipelines for number in case.blocks[d]]
-    made = copied(case, healthy)
-    for index, pipeline in enumerate(pipelines):
-        for stage in range(case.stages):
-            row = rows[index * case.stages + stage]
-            made[pipeline * case.stages + stage] = [micro[code // 3] + code % 3 for code in row]
-    return made
+    slots = [pipeline * case.stages + stage for pipeline in pipelines for stage in range(case.stages)]
+    return {slot: [micro[code // 3] + code % 3 for code in row] for slot, row in zip(slots, rows, strict=True)}
 
 
 def beside(turns: Turns, healthy: Turns) -> Turns:
@@ -114,6 +111,5 @@ def _first(turns: Turns) -> list[float]:
     begin = [math.inf] * turns.stages
     stage = {worker: stage for stage, live in enumerate(turns.live) for worker in live}
     for worker, start in zip(turns.workers, turns.starts([0.0] * turns.stages), strict=True):
-        if start < begin[stage[worker]]:
-            begin[stage[worker]] = start
+        begin[stage[worker]] = min(begin[stage[worker]], start)
     return begin

@@ -6,17 +6,17 @@ One rule does not fit all cases, so a few are tried and the shortest plan is kep
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
+from culm.plan.alike import beside, concerned, copied, part, renumbered, solo, windows
 from culm.plan.bound import bound
-from culm.plan.alike import beside, concerned, copied, joined, part, solo, windows
-from culm.plan.listing import Lists, Row, Rule, actions, arrange
+from culm.plan.listing import Lists, Row, Rule, arrange, listed
 from culm.plan.period import period_of
 from culm.plan.turns import turns_of
-from culm.schedule import Plan
+from culm.schedule import Action, Plan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,6 +35,9 @@ RULES = (
     Rule(prefer="backward", ahead=None, orphans="first"),
 )
 """Tried in this order until the bound is met.
+
+Picked one by one out of 36 mixes, each time the one that shortens the plans of 180 random cases most. On average over
+these they are within 0.1 % of the best of all mixes.
 """
 
 BUDGET = 10_000
@@ -74,10 +77,9 @@ def greedy(case: Case) -> Rerouted:
     Of pipelines that are alike one is planned. In a large case the orphans go to a few pipelines, as many as it takes
     to keep the step as short as it can be; the others keep the lists that they have without a failure.
     """
-    least = bound(case)
     if not case.failed:
-        one = _healthy(solo(case))
-        return _rerouted(case, copied(case, one.made.rows), one.slots, least)
+        return _standing(case)
+    least = bound(case)
     if _size(case) > LARGE:
         return _large(case, least)
     best = _shortest(case, least)
@@ -112,22 +114,40 @@ def _size(case: Case) -> int:
 
 @lru_cache(maxsize=64)
 def _healthy(case: Case) -> _Tried:
-    """A single pipeline: kept, since the next failure of a cluster begins with the same one."""
+    """A single pipeline with all of its workers."""
     return _shortest(case, bound(case))
 
 
-def _large(case: Case, least: float) -> Rerouted:
+@lru_cache(maxsize=8)
+def _standing(case: Case) -> Rerouted:
+    """The plan without a failure: kept, since the plan after the next failure has most of its lists."""
     one = _healthy(solo(case))
+    return _rerouted(case, copied(case, one.made.rows), one.slots, bound(case))
+
+
+def forget() -> None:
+    """Drop the plans without a failure that are kept, as if nothing had been planned before: for measuring."""
+    _healthy.cache_clear()
+    _standing.cache_clear()
+
+
+def _large(case: Case, least: float) -> Rerouted:
+    """Most lists as they were, and new ones for the few pipelines that the failures concern."""
+    before, one = _standing(replace(case, failed=frozenset())), _healthy(solo(case))
     few = concerned(case, one.slots)
     made = arrange(part(case, few), RULES[0])
     turns = beside(made.turns, one.made.turns)
     slots = windows(turns, max(least, one.slots)) if case.stagger else turns.makespan()
-    return _rerouted(case, joined(case, few, made.rows, one.made.rows), slots, least)
+    new = renumbered(case, few, made.rows)
+    workers, peaks = list(before.plan.workers), list(before.peak_activations)
+    for slot, row in new.items():
+        workers[slot], peaks[slot] = listed(case, slot, row), _peak(row, case.split)
+    return Rerouted(case, _plan(case, tuple(workers)), slots, least, tuple(peaks))
 
 
 def plan_of(case: Case, rule: Rule) -> Plan:
     """The plan of one pass with one rule."""
-    return _plan(case, arrange(case, rule).rows)
+    return _plan(case, _listed(case, arrange(case, rule).rows))
 
 
 def duration(case: Case, plan: Plan) -> float:
@@ -141,14 +161,19 @@ def length(case: Case, turns: Turns, enough: float = math.inf) -> float:
 
 
 def _rerouted(case: Case, rows: Sequence[Row], slots: float, least: float) -> Rerouted:
-    return Rerouted(case, _plan(case, rows), slots, least, tuple([_peak(row, case.split) for row in rows]))
+    peaks = tuple([_peak(row, case.split) for row in rows])
+    return Rerouted(case, _plan(case, _listed(case, rows)), slots, least, peaks)
 
 
-def _plan(case: Case, rows: Sequence[Row]) -> Plan:
+def _listed(case: Case, rows: Sequence[Row]) -> tuple[tuple[Action, ...], ...]:
+    return tuple([listed(case, slot, row) for slot, row in enumerate(rows)])
+
+
+def _plan(case: Case, workers: tuple[tuple[Action, ...], ...]) -> Plan:
     failed = tuple(sorted(slot.pipeline * case.stages + slot.stage for slot in case.failed))
     name = "reroute" if failed else "greedy"
     shape = (case.pipelines, case.stages, case.stages, case.micro_batches)
-    return Plan(name, *shape, actions(case, rows), failed)
+    return Plan(name, *shape, workers, failed)
 
 
 def _peak(row: Row, split: bool) -> int:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from culm.plan.turns import Turns
 from culm.schedule import Action, Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from culm.plan.failures import Case
 
 Row: TypeAlias = list[int]
@@ -56,15 +54,14 @@ def arrange(case: Case, rule: Rule) -> Lists:
     return Lists(made.rows, made.turns)
 
 
-def actions(case: Case, rows: Sequence[Row]) -> tuple[tuple[Action, ...], ...]:
-    """The lists as actions, with R and S at the end."""
-    kinds, P = (Kind.F, case.backward, Kind.W), case.stages
-    ends = [[Action(stage, Kind.R), Action(stage, Kind.S)] for stage in range(P)]
+def listed(case: Case, slot: int, row: Row) -> tuple[Action, ...]:
+    """What a worker runs as actions, with R and S at the end; nothing for a slot that has failed."""
+    if not row:
+        return ()
+    stage, kinds = slot % case.stages, (Kind.F, case.backward, Kind.W)
     new = tuple.__new__  # twice as fast as the constructor
-    return tuple(
-        tuple([new(Action, (worker % P, kinds[code % 3], code // 3)) for code in row] + ends[worker % P] if row else [])
-        for worker, row in enumerate(rows)
-    )
+    run = [new(Action, (stage, kinds[code % 3], code // 3)) for code in row]
+    return (*run, Action(stage, Kind.R), Action(stage, Kind.S))
 
 
 class _Pass:
@@ -76,13 +73,14 @@ class _Pass:
 
     def __init__(self, case: Case, rule: Rule) -> None:
         self.case, self.rule = case, rule
-        slots, M = case.pipelines * case.stages, case.micro_batches
+        M = case.micro_batches
         alive = [[d * case.stages + stage for d in case.live(stage)] for stage in range(case.stages)]
         self.turns = Turns(case.stages, alive, [case.prices[Kind.R][s] + case.prices[Kind.S][s] for s in self._stages])
-        self.rows: list[Row] = [[] for _ in range(slots)]
+        self.rows: list[Row] = [[] for _ in range(case.pipelines * case.stages)]
         self.runner = [self._owners(stage) for stage in self._stages]
         """By stage and micro-batch: who runs it; -1 as long as it is an orphan that nobody has taken."""
-        self.places = [case.load(w % case.stages) - len(case.blocks[w // case.stages]) for w in range(slots)]
+        load = [case.load(stage) for stage in self._stages]
+        self.places = [load[stage] - len(block) for block in case.blocks for stage in self._stages]
         """How many orphans a worker may still take: then all peers end up with as even a load as can be."""
         self.rank = [M * index + block[index] for block in case.blocks for index in range(len(block))]
         """Micro-batches that arrive together are taken by their index in their own pipelines."""
@@ -92,8 +90,8 @@ class _Pass:
         return range(self.case.stages)
 
     def _owners(self, stage: int) -> list[int]:
-        live = set(self.case.live(stage))
-        return [d * self.case.stages + stage if d in live else -1 for d, block in enumerate(self.case.blocks) for _ in block]
+        P, live = self.case.stages, set(self.case.live(stage))
+        return [d * P + stage if d in live else -1 for d, block in enumerate(self.case.blocks) for _ in block]
 
     def _most_open(self, stage: int) -> int:
         return self.case.micro_batches if self.rule.ahead is None else self.case.stages - stage + self.rule.ahead
@@ -102,12 +100,13 @@ class _Pass:
         case, rule, rows, places, runner = self.case, self.rule, self.rows, self.places, self.runner
         P, M, split, last_stage = case.stages, case.micro_batches, case.split, case.stages - 1
         price = [case.prices[kind] for kind in (Kind.F, case.backward, Kind.W)]
-        sends, peers = case.sends, self.turns.live
+        sends, peers, rank = case.sends, self.turns.live, self.rank
         cap, most_open = [case.cap(s) for s in self._stages], [self._most_open(s) for s in self._stages]
         turns, forward_first, orphans_first = rule.prefer == "turns", rule.prefer == "forward", rule.orphans == "first"
         by_arrival = rule.orphans == "equal"
         made = [[[-1] * M for _ in self._stages] for _ in (F, BACK)]
-        add = self.turns.add
+        note_worker, note_needs = self.turns.workers.append, self.turns.needs.append
+        note_lag, note_price, turn = self.turns.lags.append, self.turns.prices.append, 0
 
         forwards: list[_Queue] = [[] for _ in rows]
         backwards: list[_Queue] = [[] for _ in rows]
@@ -126,10 +125,10 @@ class _Pass:
         def forward_comes(arrival: float, stage: int, micro: int) -> None:
             worker = runner[stage][micro]
             if worker >= 0:
-                heappush(forwards[worker], (arrival, self.rank[micro]))
+                heappush(forwards[worker], (arrival, rank[micro]))
                 tell(worker, arrival)
                 return
-            heappush(orphans[stage], (arrival, self.rank[micro]))
+            heappush(orphans[stage], (arrival, rank[micro]))
             for peer in peers[stage]:
                 if places[peer]:
                     tell(peer, arrival)
@@ -148,9 +147,9 @@ class _Pass:
             if alive[worker] < cap[stage] and opened[worker] < most_open[stage]:
                 if mine and mine[0][0] <= now:
                     queue = mine
-                if others and others[0][0] <= now and places[worker]:
-                    if queue is None or orphans_first or (by_arrival and others[0] < mine[0]):
-                        queue = others
+                adoptable = places[worker] and others and others[0][0] <= now
+                if adoptable and (queue is None or orphans_first or (by_arrival and others[0] < mine[0])):
+                    queue = others
                 if can_back and not (last[worker] != F if turns else forward_first):
                     queue = None
             if queue is not None:
@@ -175,27 +174,34 @@ class _Pass:
             heappush(wakes, (end, -places[worker], worker))
             rows[worker].append(3 * micro + kind)
             last[worker] = kind
+            needs, lag = -1, 0.0
             if kind == F:
                 alive[worker] += 1
                 opened[worker] += 1
-                needs, lag = (made[F][stage - 1][micro], sends[stage - 1]) if stage else (-1, 0.0)
-                made[F][stage][micro] = add(worker, needs, lag, spent)
+                made[F][stage][micro] = turn
+                if stage:
+                    needs, lag = made[F][stage - 1][micro], sends[stage - 1]
                 if stage < last_stage:
                     forward_comes(end + sends[stage], stage + 1, micro)
                 else:
-                    heappush(back, (end, self.rank[micro]))
+                    heappush(back, (end, rank[micro]))
             elif kind == BACK:
                 opened[worker] -= 1
                 if split:
                     weights[worker].append(micro)
                 else:
                     alive[worker] -= 1
-                needs, lag = (made[BACK][stage + 1][micro], sends[stage]) if stage < last_stage else (-1, 0.0)
-                made[BACK][stage][micro] = add(worker, needs, lag, spent)
+                made[BACK][stage][micro] = turn
+                if stage < last_stage:
+                    needs, lag = made[BACK][stage + 1][micro], sends[stage]
                 if stage:
                     arrival, target = end + sends[stage - 1], runner[stage - 1][micro]
-                    heappush(backwards[target], (arrival, self.rank[micro]))
+                    heappush(backwards[target], (arrival, rank[micro]))
                     tell(target, arrival)
             else:
                 alive[worker] -= 1
-                add(worker, -1, 0.0, spent)
+            note_worker(worker)
+            note_needs(needs)
+            note_lag(lag)
+            note_price(spent)
+            turn += 1

@@ -1,6 +1,6 @@
-"""Writes data/optima.json: random cases with their optima, proved by CP-SAT. Takes a while:
+"""Random cases with their optima, proved by CP-SAT: what greedy plans are held against. To write the file again:
 
-    python -m tests.plan.make_optima [CASES]
+    python -m benchmarks.optima [CASES]
 
 Cases that were not proved in the time are left out, so the file leans to those that are easy to prove.
 """
@@ -17,7 +17,7 @@ from culm.plan import Case, Memory, Slot
 from culm.plan.optimal import optimal
 from culm.schedule import Costs
 
-FILE = Path(__file__).with_name("data") / "optima.json"
+FILE = Path(__file__).parents[1] / "tests" / "plan" / "data" / "optima.json"
 LIMIT_S = 12.0
 _COSTS = ("forward", "input", "weight", "reduce", "step", "send")
 
