@@ -7,7 +7,8 @@
     engine      the clock: from event to event
     slots       who fills which slot
     strategy    what all strategies share
-    ours        culm's strategies          uneven     ... with pipelines of unequal depth, and auto
+    led         reroute and auto: every decision by the leader's own policy
+    ours        culm's other strategies    uneven     ... with pipelines of unequal depth
     published   those of others
     study       strategies side by side, with intervals
     pictures    nodes, throughput and cost over time

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import ClassVar
 
 from culm.sim.engine import Turn
@@ -67,55 +66,6 @@ class Drop(Slotted):
         if not self.slots.holes:
             self.slots.extend()
         return Turn(self.rate(), {"join": self.charges.join_s}, why="fill") if self.rate() > before else None
-
-
-class Reroute(Slotted):
-    """`reroute`: the peers of a lost worker run its micro-batches; holes are moved to where they hurt least."""
-
-    name = "reroute"
-
-    def step_s(self) -> float:
-        return self.steps.rerouted(self.slots.pipelines, self.slots.spread())
-
-    def after_loss(self) -> Turn:
-        if self.orphaned():
-            return self.restart()
-        D = self.slots.pipelines
-        redo = self.hit * self.charges.redo_s(self.workload, pipelines=D, helpers=D - 1, forwards=True)
-        filled = self.slots.fill()
-        pauses = {**self.charges.alarm, "redo": redo, **({"join": self.charges.join_s} if filled else {})}
-        return self.best(self.ways(pauses))
-
-    def orphaned(self) -> bool:
-        """Whether a stage has nobody left."""
-        return max(self.slots.spread()) >= self.slots.pipelines
-
-    def ways(self, pauses: dict[str, float]) -> list[Way]:
-        """Stay; move holes; or give the hurt pipelines up and keep their nodes as spares."""
-        slots, move_s = self.slots, self.charges.move_s(self.workload)
-        found = [Way("re-route", self.rate(), pauses)]
-        moving = {**pauses, "move": move_s, "join": self.charges.join_s}
-        wanted = self.steps.best_spread(slots.pipelines, len(slots.holes))
-        if slots.holes and wanted and wanted != slots.spread():
-            rate = self.scene.rate(self.steps.rerouted(slots.pipelines, wanted))
-            found.append(Way("re-route after moving holes", rate, moving, partial(slots.move, wanted)))
-        if slots.holes and slots.whole:
-            rate = self.scene.rate(self.steps.healthy(slots.whole))
-            found.append(Way("fewer whole pipelines", rate, moving, slots.reform))
-        return found
-
-    def after_join(self) -> Turn | None:
-        slots = self.slots
-        fills = bool(slots.holes)
-        grows = slots.pipelines < slots.most and len(slots.standby) >= len(slots.holes) + slots.stages
-        if not (fills or grows):
-            return None
-        before = Way("go on", self.rate())
-        slots.fill()
-        slots.extend()
-        after = Way("fill" if fills else "a further pipeline", self.rate(), {"join": self.charges.join_s})
-        # Holes are filled in any case: it is what protects against the next loss.
-        return self.best([after] if fills else [before, after])
 
 
 class Shadow(Slotted):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from culm.plan.reconfigure import Outlook, State, bamboo
 from culm.sim.engine import Turn
 from culm.sim.strategy import Saving, Scene, Slotted, Way
 from culm.sim.uneven import Templates
@@ -12,6 +13,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from culm.sim.engine import Node
+
+_NO_OUTLOOK = Outlook(steps={}, next_event=0.0)
+"""Bamboo's rule looks at no cost and no clock."""
 
 
 class OnDemand(Slotted):
@@ -144,14 +148,16 @@ class Bamboo(Slotted):
         return any((d, (s - 1) % self.slots.stages) in holes for d, s in holes) or self.slots.stages == 1
 
     def due(self) -> bool:
-        """The published rule for a rebalancing."""
-        overloaded, standby = len(self.slots.holes), len(self.slots.standby)
-        if overloaded and standby >= overloaded:
-            return True
-        active = self.slots.pipelines * self.slots.stages - overloaded
-        if 2 * overloaded / active > 0.05:
-            return True
-        return self.slots.pipelines < min(self.slots.most, (active + standby) // self.slots.stages)
+        """The published rule for a rebalancing, as the planner has it."""
+        slots = self.slots
+        everyone = [*slots.nodes.values(), *slots.standby.values()]
+        state = State(
+            alive={node.name: node.zone for node in everyone},
+            slots={slot: node.name for slot, node in slots.nodes.items()},
+            depths=(slots.stages,) * slots.pipelines,
+            most=slots.most,
+        )
+        return bamboo(state, _NO_OUTLOOK, 0.0)[0].kind != "stay"
 
     def after_join(self) -> Turn | None:
         if not self.due():

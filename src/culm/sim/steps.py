@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING
 
 from culm.plan import Plans
-from culm.plan.bound import stage_bound
+from culm.plan.bound import bound, stage_bound
 from culm.plan.normalize import Spread, placed, spread
 from culm.schedule import Costs, generate, timing
 
 if TYPE_CHECKING:
+    from culm.plan.reconfigure import Layout
     from culm.sim.costs import Charges
     from culm.sim.workload import Workload
 
@@ -37,6 +39,8 @@ class Steps:
         self._best = cache(self._best_spread)
         self._doubled = cache(self._doubled_stage)
         self._least = cache(self._stage_least)
+        self._mixed = cache(self._mixed_depths)
+        self._bubble = cache(self._bubble_share)
         self.hits = 0
         self.misses = 0
 
@@ -115,13 +119,33 @@ class Steps:
             best = min(best, (self._together(depths, bubble), depths))
         return best
 
-    def _bubble(self) -> float:
-        """The ramp of the planner's step, as a share of that of 1F1B."""
+    def layout(self, layout: Layout) -> float:
+        """Pipelines of any depths. Holes are taken to be where they hurt least, and only at the planned depth.
+
+        Infinite where nothing is known of such a layout.
+        """
+        w, depths, holes = self.workload, layout.depths, layout.holes
+        if len(depths) > w.micro_batches or min(depths) < w.fewest or max(depths) > (w.layers or max(depths)):
+            return math.inf
+        if set(depths) == {w.stages}:
+            lost = self.best_spread(len(depths), holes)
+            return math.inf if lost is None else self.rerouted(len(depths), lost)
+        return math.inf if holes else self._mixed(depths)
+
+    def _bubble_share(self) -> float:
+        """The ramp of the planner's step, as a share of that of 1F1B.
+
+        Without the staggered optimizer: stages of pipelines of different depths do not match.
+        """
         w = self.workload
         full = self._ramp(w.stages, -(-w.micro_batches // w.pipelines), 1.0)
         none = self._ramp(w.stages, -(-w.micro_batches // w.pipelines), 0.0)
-        planned = self.healthy(w.pipelines)
+        case = replace(w.case(w.pipelines), stagger=False)
+        planned = self._plans.best(case).slots if self.planned else bound(case)
         return min(1.0, max(0.0, (planned - none) / (full - none))) if full > none else 0.0
+
+    def _mixed_depths(self, depths: tuple[int, ...]) -> float:
+        return self._together(depths, self._bubble())
 
     def _together(self, depths: tuple[int, ...], bubble: float) -> float:
         """The shortest time in which all micro-batches are done, each pipeline taking as many as it can."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from culm.errors import UsageError
 from culm.market.trace import HOUR, Event, Trace
-from culm.sim import ours, published, uneven
+from culm.sim import led, ours, published, uneven
 from culm.sim.costs import Charges
 from culm.sim.engine import Engine, Run
 from culm.sim.strategy import Saving, Scene
@@ -20,8 +20,8 @@ from culm.sim.workload import Workload
 STRATEGIES: dict[str, type[Saving]] = {
     each.name: each
     for each in (
-        uneven.Auto,
-        ours.Reroute,
+        led.Auto,
+        led.Reroute,
         ours.Shadow,
         ours.ShadowLazy,
         uneven.Templates,

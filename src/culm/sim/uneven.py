@@ -1,11 +1,10 @@
-"""Pipelines of unequal depth, so that no node idles; and the choice between them and re-routing."""
+"""Pipelines of unequal depth, so that no node idles."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar
 
-from culm.sim.ours import Reroute
 from culm.sim.slots import by_zone
 from culm.sim.strategy import Saving, Scene, Way
 
@@ -89,86 +88,3 @@ class Templates(Saving):
         """The open step, on average half of it, for nothing; then layers go to their new holders."""
         half = self.workload.samples / rate / 2 if rate and not self.charges.notice_s else 0.0
         return {"redo": half, "move": self.charges.move_s(self.workload), "join": self.charges.join_s}
-
-
-class Auto(Reroute):
-    """`auto`: after each loss whatever is expected to have trained most by the next one.
-
-    Peers take over first; holes move, hurt pipelines are given up or all nodes are arranged anew if that pays.
-    """
-
-    name = "auto"
-
-    def __init__(self, scene: Scene) -> None:
-        super().__init__(scene)
-        self.rows = Rows()
-
-    def rate(self) -> float:
-        return self._uneven_rate(sum(map(len, self.rows.rows))) if self.rows else super().rate()
-
-    def _uneven_rate(self, nodes: int) -> float:
-        step_s, depths = self.steps.uneven(nodes)
-        return self.scene.rate(step_s) if depths else 0.0
-
-    def lost(self, gone: Sequence[Node]) -> Turn | None:
-        if not self.rows:
-            return super().lost(gone)
-        self.slots.remove(gone)
-        if not any(node in self.rows for node in gone):
-            return None
-        held, half = self.rows.held_without(gone), self.workload.samples / self.rate() / 2
-        self.rows.arrange((), ())
-        if not held:
-            return self.restart()
-        redo = 0.0 if self.charges.notice_s else half
-        pauses = {**self.charges.alarm, "redo": redo, "move": self._move_s(), "join": self.charges.join_s}
-        return self.best(self._anew(pauses))
-
-    def ways(self, pauses: dict[str, float]) -> list[Way]:
-        if not self.slots.holes:
-            return super().ways(pauses)
-        moving = {**pauses, "move": self._move_s(), "join": self.charges.join_s}
-        nodes = self.slots.members
-        return [*super().ways(pauses), Way("re-partition", self._uneven_rate(nodes), moving, self._repartition)]
-
-    def _anew(self, pauses: dict[str, float]) -> list[Way]:
-        """From nothing: even or uneven."""
-        nodes, whole = self.slots.members, self.slots.whole
-        even = [Way("even again", self.scene.rate(self.steps.healthy(whole)), pauses, self._even)] if whole else []
-        return [*even, Way("re-partition", self._uneven_rate(nodes), pauses, self._repartition)]
-
-    def joined(self, new: Sequence[Node]) -> Turn | None:
-        self.slots.add(new)
-        pauses = {"move": self._move_s(), "join": self.charges.join_s}
-        if self.rows:
-            return self.best([Way("go on", self.rate()), *self._anew(pauses)])
-        if not self.slots.pipelines:
-            return self._started()
-        filled = self.after_join()
-        stay = Way(filled.why if filled else "go on", self.rate(), filled.pauses if filled else {})
-        if not self.slots.standby and not self.slots.holes:
-            return filled
-        anew = Way("re-partition", self._uneven_rate(self.slots.members), pauses, self._repartition)
-        return self.best([stay, anew])
-
-    def _started(self) -> Turn | None:
-        """Even or uneven, from nothing or from the checkpoint."""
-        ways = [way for way in self._anew({"start": self.charges.restart_s}) if way.rate]
-        if not ways:
-            return None
-        turn = self.best(ways)
-        again, self.began = self.began, True
-        return self.reload(turn.rate) if again else turn
-
-    def _even(self) -> None:
-        self.rows.arrange((), ())
-        self.slots.reform()
-
-    def _repartition(self) -> None:
-        """Everybody stands by, as far as slots are concerned, and has a place in a row."""
-        self.slots.reform(0)
-        depths = self.steps.uneven(self.slots.members)[1]
-        self.rows.arrange(self.slots.standby.values(), depths)
-
-    def _move_s(self) -> float:
-        return self.charges.move_s(self.workload)
