@@ -137,7 +137,7 @@ def _large(case: Case, least: float) -> Rerouted:
     few = concerned(case, one.slots)
     made = arrange(part(case, few), RULES[0])
     turns = beside(made.turns, one.made.turns)
-    slots = windows(turns, max(least, one.slots)) if case.stagger else turns.makespan()
+    slots = length(case, turns)
     new = renumbered(case, few, made.rows)
     workers, peaks = list(before.plan.workers), list(before.peak_activations)
     for slot, row in new.items():
@@ -156,8 +156,13 @@ def duration(case: Case, plan: Plan) -> float:
 
 
 def length(case: Case, turns: Turns, enough: float = math.inf) -> float:
-    """Time per step of a dry run; of one that takes `enough` or more, at least that."""
-    return period_of(turns, enough) if case.stagger else turns.makespan()
+    """Time per step of a dry run; of one that takes `enough` or more, at least that.
+
+    Of a large one under the staggered optimizer it is a time that can be kept, if not the shortest.
+    """
+    if not case.stagger:
+        return turns.makespan()
+    return windows(turns, bound(case)) if len(turns.workers) > LARGE else period_of(turns, enough)
 
 
 def _rerouted(case: Case, rows: Sequence[Row], slots: float, least: float) -> Rerouted:
