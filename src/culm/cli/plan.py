@@ -21,7 +21,7 @@ from culm.plan import Case, Memory, Plans, Rerouted, Slot, explain, greedy, reme
 from culm.plan.goodput import Risk
 from culm.plan.offers import Offer, Offers, Row, Wish, offers
 from culm.plan.optimal import LIMIT_S, optimal
-from culm.plan.partition import size
+from culm.plan.partition import count, size
 from culm.schedule import Costs, grid, svg, timing
 
 
@@ -75,9 +75,14 @@ def plan(
         offer = renting.offer_of(machine, spot=not on_demand)
         low, high = _span(nodes, pipelines, stages, offer.workers)
         if model is not None:
-            batch = batch or (micro_batches * micro_batch if micro_batches and micro_batch else None)
             source = renting.from_model(
-                model, machine, batch=batch, micro_batch=micro_batch, precision=precision, recompute=recompute
+                model,
+                machine,
+                batch=batch,
+                micro_batch=micro_batch,
+                micro_batches=micro_batches,
+                precision=precision,
+                recompute=recompute,
             )
         elif profile is not None:
             source = renting.from_profile(profile, batch=batch, micro_batches=micro_batches, nodes=high)
@@ -212,7 +217,7 @@ def _expected(found: Rerouted, healthy: Rerouted, row: Row, offer: Offer) -> dic
         "batch": f"{samples} samples in {case.micro_batches} micro-batches of {row.micro_batch}",
         "cut": f"stages begin with the layers 0, {', '.join(map(str, row.cuts))}" if row.cuts else "one stage",
         "step": f"{found.slots:.4g} s, {planned.one_f_one_b(case):.4g} s with 1F1B",
-        "slowdown": f"{planned.slowdown(found, healthy):.4g}x, with {len(case.failed)} slots failed",
+        "slowdown": f"{planned.slowdown(found, healthy):.4g}x, with {count(len(case.failed), 'slot')} failed",
         "gap to the bound": f"{found.gap:.1%} (bound {found.bound:.4g} s)",
         "speed": f"{samples / found.slots:.4g} samples/s",
         "expected": f"{row.goodput:.4g} samples/s with losses ({row.strategy}){cost}",

@@ -79,6 +79,7 @@ def from_model(
     *,
     batch: int | None,
     micro_batch: int | None,
+    micro_batches: int | None,
     precision: str,
     recompute: bool,
 ) -> Source:
@@ -86,7 +87,10 @@ def from_model(
     if machine is None:
         raise UsageError("--model needs an instance to estimate its times: name one, as in --instance p3.2xlarge")
     known, accelerator = model(name), device(machine.gpu)
-    samples = batch or known.batch
+    if micro_batches is not None:
+        micro_batch = micro_batch or known.micro_batch
+        batch = micro_batch * micro_batches
+    samples = known.batch if batch is None else batch
     _check_batch(samples, micro_batch)
     sizes = [size for size in ((micro_batch,) if micro_batch else _SIZES) if not samples % size]
     made = {

@@ -166,7 +166,7 @@ def _fewer(case: Case, best: Callable[[Case], float]) -> Remedy | None:
         return None
     spares = len(hurt) * case.stages - len(case.failed)
     slots = best(replace(case, pipelines=left, failed=frozenset()))
-    how = f"{count(left, 'whole pipeline')} share the batch; {count(spares, 'healthy worker')} stand by"
+    how = f"the batch on {count(left, 'whole pipeline')}, and {count(spares, 'healthy worker')} standing by"
     return Remedy("fewer pipelines", slots, spares, how)
 
 
