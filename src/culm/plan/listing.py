@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections import deque
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
@@ -34,6 +35,11 @@ class Rule(NamedTuple):
     """How many more forwards than 1F1B has a worker may be ahead of its backwards. None: any number."""
     orphans: Literal["first", "last", "equal"]
     """When to take those of a failed peer: before one's own, after them, or as they come."""
+    shuffle: int = 0
+    """The seed of another order of the micro-batches; if it is even, orphans are dealt out beforehand too. 0: none.
+
+    Only for cases with failures: otherwise sums keep the micro-batches in order.
+    """
 
 
 class Lists(NamedTuple):
@@ -84,6 +90,20 @@ class _Pass:
         """How many orphans a worker may still take: then all peers end up with as even a load as can be."""
         self.rank = [M * index + block[index] for block in case.blocks for index in range(len(block))]
         """Micro-batches that arrive together are taken by their index in their own pipelines."""
+        if rule.shuffle and case.failed:
+            self._shuffle(random.Random(rule.shuffle), deal=rule.shuffle % 2 == 0)
+
+    def _shuffle(self, chance: random.Random, deal: bool) -> None:
+        M, P = self.case.micro_batches, self.case.stages
+        order = chance.sample(range(M), M)
+        self.rank = [M * order[micro] + micro for micro in range(M)]
+        for stage in self._stages if deal else ():
+            peers = [w for w in self.turns.live[stage] for _ in range(self.places[w])]
+            orphans = [micro for micro, worker in enumerate(self.runner[stage]) if worker < 0]
+            for micro, worker in zip(orphans, chance.sample(peers, len(peers)), strict=False):
+                self.runner[stage][micro] = worker
+            for worker in range(stage, len(self.places), P):
+                self.places[worker] = 0
 
     @property
     def _stages(self) -> range:
