@@ -70,25 +70,12 @@ def plan(
             case = _case(pipelines, stages, micro_batches, values.times(times), _memory(memory))
             show.step(replace(case, failed=failed, split=split, stagger=stagger))
             return
-        _check_one(file, model, profile)
         machine = renting.machine_of(instance, prices, on) if instance else None
         offer = renting.offer_of(machine, spot=not on_demand)
         low, high = _span(nodes, pipelines, stages, offer.workers)
-        if model is not None:
-            source = renting.from_model(
-                model,
-                machine,
-                batch=batch,
-                micro_batch=micro_batch,
-                micro_batches=micro_batches,
-                precision=precision,
-                recompute=recompute,
-            )
-        elif profile is not None:
-            source = renting.from_profile(profile, batch=batch, micro_batches=micro_batches, nodes=high)
-        else:
-            assert file is not None
-            source = renting.from_job(file)
+        sizes = renting.Sizes(batch, micro_batch, micro_batches)
+        trained = renting.Trained(file, model, profile)
+        source = renting.source_of(trained, sizes, machine, precision=precision, recompute=recompute, nodes=high)
         wish = Wish(
             profiles=source.profiles,
             batch=source.batch,
@@ -103,9 +90,10 @@ def plan(
         if pipelines and stages:
             row = found.table[0]
             cap = row.case.memory if memory == "none" else _memory(memory)
-            show.shape(replace(row.case, failed=failed, split=split, stagger=stagger, memory=cap), row, offer, about)
+            case = replace(row.case, failed=failed, split=split, stagger=stagger, memory=cap)
+            show.shape(case, row, offer, about, planned.to_toml(row, source.name, wish, offer))
         else:
-            show.choices(found, wish, offer, source.name, about)
+            show.choices(found, wish, offer, about, planned.to_toml(found.table[0], source.name, wish, offer))
 
 
 def _offered(source: renting.Source, wish: Wish, offer: Offer) -> tuple[Offers, list[str]]:
@@ -136,18 +124,19 @@ class _Shown:
         if self.json:
             self._print(planned.as_json(found, healthy) | self._remedies(case))
             return
-        console = console_on(stderr=False)
+        console, timeline = console_on(stderr=False), timing(found.plan, case.costs)
         reasons = explain(found) if self.why else ()
-        console.print(facts(_rows(found, healthy) | {f"why {n}": line for n, line in enumerate(reasons, 1)}))
+        told = _rows(found, healthy, timeline.makespan)
+        console.print(facts(told | {f"why {n}": line for n, line in enumerate(reasons, 1)}))
         if self.why and case.failed:
             console.print(planned.remedy_table(remedies(case)))
-        drawn = grid(timing(found.plan, case.costs)) if found.plan.micro_batches * case.stages <= _GRID else ""
-        print(drawn or planned.strip(timing(found.plan, case.costs), console.width), end="")
+        small = case.micro_batches * case.stages <= _GRID
+        print(grid(timeline) if small else planned.strip(timeline, console.width), end="")
 
-    def shape(self, case: Case, row: Row, offer: Offer, about: Sequence[str]) -> None:
+    def shape(self, case: Case, row: Row, offer: Offer, about: Sequence[str], toml: str) -> None:
         """A shape of a known model on known machines: what to expect, and what failures would cost."""
         found, healthy = self.solve(case), greedy(replace(case, failed=frozenset()))
-        self._files(found)
+        self._files(found, toml)
         more = planned.slowdowns(healthy.case, Plans())
         if self.json:
             extra = {"choice": planned.choice_json(row), "slowdowns": dict(more), "notes": list(about)}
@@ -163,13 +152,12 @@ class _Shown:
             console.print(planned.remedy_table(ranked))
             print(planned.strip(timing(found.plan, case.costs), console.width), end="")
 
-    def choices(self, found: Offers, wish: Wish, offer: Offer, name: str, about: Sequence[str]) -> None:
+    def choices(self, found: Offers, wish: Wish, offer: Offer, about: Sequence[str], toml: str) -> None:
         """The table of what could be rented."""
-        best = found.table[0]
-        if self.out is not None:
-            planned.write(self.out, planned.to_toml(best, name, wish, offer))
-        if self.json:
-            one = greedy(best.case)
+        one = greedy(found.table[0].case) if self.json or self.picture or self.out else None
+        if one is not None:
+            self._files(one, toml)
+        if self.json and one is not None:
             self._print(planned.as_json(one, one) | planned.choices_json(found, wish, offer) | {"notes": list(about)})
             return
         console = console_on(stderr=False)
@@ -179,11 +167,11 @@ class _Shown:
     def _remedies(self, case: Case) -> dict[str, Any]:
         return {"remedies": [asdict(remedy) for remedy in remedies(case)]} if self.why and case.failed else {}
 
-    def _files(self, found: Rerouted) -> None:
+    def _files(self, found: Rerouted, toml: str | None = None) -> None:
         if self.picture is not None:
             planned.write(self.picture, svg(timing(found.plan, found.case.costs)))
         if self.out is not None:
-            planned.write(self.out, found.plan.to_text())
+            planned.write(self.out, toml if toml and self.out.endswith(".toml") else found.plan.to_text())
 
     def _print(self, value: dict[str, Any]) -> None:
         print(json.dumps(value))
@@ -193,10 +181,8 @@ _GRID = 120
 """Forwards up to which a step is drawn action by action."""
 
 
-def _rows(found: Rerouted, healthy: Rerouted) -> dict[str, str]:
-    alone = ""
-    if found.case.stagger:
-        alone = f" when steps follow each other, {timing(found.plan, found.case.costs).makespan:.6g} for one alone"
+def _rows(found: Rerouted, healthy: Rerouted, makespan: float) -> dict[str, str]:
+    alone = f" when steps follow each other, {makespan:.6g} for one alone" if found.case.stagger else ""
     return {
         "slots": f"{found.slots:.6g} a step{alone}",
         "bound": f"{found.bound:.6g}",
@@ -242,12 +228,6 @@ def _case(pipelines: int | None, stages: int | None, micro_batches: int | None, 
         )
     assert pipelines is not None and stages is not None and micro_batches is not None
     return Case(pipelines=pipelines, stages=stages, micro_batches=micro_batches, costs=costs, memory=memory)
-
-
-def _check_one(file: str | None, model: str | None, profile: str | None) -> None:
-    given = [name for name, value in (("FILE", file), ("--model", model), ("--profile", profile)) if value is not None]
-    if len(given) > 1:
-        raise UsageError(f"{' and '.join(given)} both say what is trained: give one of them")
 
 
 def _span(nodes: str | None, pipelines: int | None, stages: int | None, workers: int) -> tuple[int, int]:

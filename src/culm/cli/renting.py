@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from culm.errors import PlanError, UsageError
 from culm.plan.choose import BANDWIDTH
@@ -73,32 +73,65 @@ def price_note(machine: Machine | None, *, spot: bool) -> str:
     return f"{machine.instance}: {machine.price(spot=spot):.4g} $/h {kind} ({when})"
 
 
-def from_model(
-    name: str,
-    machine: Machine | None,
-    *,
-    batch: int | None,
-    micro_batch: int | None,
-    micro_batches: int | None,
-    precision: str,
-    recompute: bool,
+class Trained(NamedTuple):
+    """Where the layers come from: one of these."""
+
+    file: str | None
+    model: str | None
+    profile: str | None
+
+
+class Sizes(NamedTuple):
+    """What was said of the batch; of what was not, the usual is taken."""
+
+    batch: int | None
+    micro_batch: int | None
+    micro_batches: int | None
+
+
+def source_of(
+    trained: Trained, sizes: Sizes, machine: Machine | None, *, precision: str, recompute: bool, nodes: int
 ) -> Source:
+    """What is trained. Raises UsageError when it is said twice, or can not be read."""
+    names = zip(("FILE", "--model", "--profile"), trained, strict=True)
+    given = [name for name, value in names if value is not None]
+    if len(given) > 1:
+        raise UsageError(f"{' and '.join(given)} both say what is trained: give one of them")
+    if trained.model is not None:
+        return _from_model(trained.model, sizes, machine, precision, recompute)
+    if trained.profile is not None:
+        return _from_profile(trained.profile, sizes, nodes)
+    assert trained.file is not None, "one is given"
+    return _from_job(trained.file)
+
+
+def _from_model(name: str, sizes: Sizes, machine: Machine | None, precision: str, recompute: bool) -> Source:
     """A well-known model, estimated for the accelerator of the machine."""
     if machine is None:
         raise UsageError("--model needs an instance to estimate its times: name one, as in --instance p3.2xlarge")
     known, accelerator = model(name), device(machine.gpu)
-    if micro_batches is not None:
-        micro_batch = micro_batch or known.micro_batch
-        batch = micro_batch * micro_batches
-    samples = known.batch if batch is None else batch
-    _check_batch(samples, micro_batch)
-    sizes = [size for size in ((micro_batch,) if micro_batch else _SIZES) if not samples % size]
+    samples, tried = _cut(sizes, known)
     made = {
-        again: {size: known.profile(accelerator, size, precision=precision, recompute=again) for size in sizes}
+        again: {size: known.profile(accelerator, size, precision=precision, recompute=again) for size in tried}
         for again in (recompute, True)
     }
     notes = (_counted(known, accelerator.name, precision),)
     return Source(known.name, made[recompute], samples, notes, {} if recompute else made[True])
+
+
+def _cut(sizes: Sizes, known: Model) -> tuple[int, list[int]]:
+    """Samples of a step, and the micro-batches to try."""
+    batch, micro_batch, micro_batches = sizes
+    if micro_batches is not None:
+        micro_batch = micro_batch or known.micro_batch
+        batch = micro_batch * micro_batches
+    samples = known.batch if batch is None else batch
+    if samples < 1 or (micro_batch is not None and (micro_batch < 1 or samples % micro_batch)):
+        raise PlanError(
+            f"a step of {samples} samples can not be cut into micro-batches of {micro_batch}: "
+            f"use a divisor of {samples}"
+        )
+    return samples, [size for size in ((micro_batch,) if micro_batch else _SIZES) if not samples % size]
 
 
 def _counted(known: Model, accelerator: str, precision: str) -> str:
@@ -106,16 +139,17 @@ def _counted(known: Model, accelerator: str, precision: str) -> str:
     return f"{known.name}: {counts} ({known.note}); times are estimated for {accelerator} in {precision}"
 
 
-def from_profile(path: str, *, batch: int | None, micro_batches: int | None, nodes: int) -> Source:
+def _from_profile(path: str, sizes: Sizes, nodes: int) -> Source:
     """A measured profile. Where nothing is said of the batch, four micro-batches for each node."""
     found = Profile.load(path)
-    M = micro_batches or (batch // found.micro_batch if batch else 4 * nodes)
-    assumed = () if micro_batches or batch else (f"{M} micro-batches a step are assumed: say --micro-batches",)
+    M = sizes.micro_batches or (sizes.batch // found.micro_batch if sizes.batch else 4 * nodes)
+    said = sizes.micro_batches or sizes.batch
+    assumed = () if said else (f"{M} micro-batches a step are assumed: say --micro-batches",)
     notes = (f"{Path(path).name}: times as {found.source} on {found.device}", *assumed)
     return Source(Path(path).stem, {found.micro_batch: found}, M * found.micro_batch, notes)
 
 
-def from_job(file: str) -> Source:
+def _from_job(file: str) -> Source:
     """The job of a file, measured here."""
     from culm.cluster.prepare import look
     from culm.job import load
@@ -125,13 +159,6 @@ def from_job(file: str) -> Source:
     look(job)
     found = measure(job)
     return Source(Path(file.partition(":")[0]).stem, {found.micro_batch: found}, job.global_batch, ("measured here",))
-
-
-def _check_batch(batch: int, micro_batch: int | None) -> None:
-    if batch < 1 or (micro_batch is not None and (micro_batch < 1 or batch % micro_batch)):
-        raise PlanError(
-            f"a step of {batch} samples can not be cut into micro-batches of {micro_batch}: use a divisor of {batch}"
-        )
 
 
 def budget_of(text: str | None) -> float:
