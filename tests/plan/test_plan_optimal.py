@@ -90,3 +90,16 @@ def test_without_ortools_the_sentence_says_what_to_install(monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
     with pytest.raises(PlanError, match=r"pip install culm\[planner\]"):
         optimal(replace(HURT, memory="1f1b"))
+
+
+@pytest.mark.parametrize(
+    ("change", "limit_s", "sentence"),
+    [
+        ({}, 0.0, "the time limit is 0.0 s: use a number above 0"),
+        ({}, float("nan"), "the time limit is nan s"),
+        ({"micro_batches": 4000}, 1.0, "the case has 16,000 forwards, and cp-sat takes 12,000 at most: use greedy"),
+    ],
+)
+def test_what_the_solver_can_not_do_is_refused(change: dict[str, int], limit_s: float, sentence: str) -> None:
+    with pytest.raises(PlanError, match=sentence):
+        optimal(replace(HURT, **change), limit_s=limit_s)  # type: ignore[arg-type]

@@ -22,8 +22,11 @@ from culm.schedule import Action, Kind, check
 if TYPE_CHECKING:
     from culm.plan.failures import Case
 
-LIMIT_S = 30.0
+LIMIT_S = 10.0
 """Seconds after which the solver is asked for the best plan that it has."""
+
+LARGEST = 12_000
+"""Forwards, over all stages and micro-batches, up to which a model is made at all."""
 
 _FINEST = 10_000
 """Costs whose common denominator is larger are rounded to that many parts of the largest of them."""
@@ -34,10 +37,13 @@ def optimal(case: Case, *, limit_s: float = LIMIT_S, workers: int = 8) -> Rerout
     """The best plan that CP-SAT finds in the time, never worse than the greedy one.
 
     Its `bound` is the best that was proved: with a gap of 0 the plan is optimal. `solver` is "cp-sat" even where the
-    greedy plan turned out to be the best. Raises PlanError if OR-Tools is not installed or the limit is not positive.
+    greedy plan turned out to be the best. Raises PlanError if OR-Tools is not installed, the limit is not positive, or
+    the case is too large.
     """
     if not limit_s > 0:
         raise PlanError(f"the time limit is {limit_s} s: use a number above 0")
+    if (forwards := case.stages * case.micro_batches) > LARGEST:
+        raise PlanError(f"the case has {forwards:,} forwards, and cp-sat takes {LARGEST:,} at most: use greedy")
     start = replace(greedy(case), solver="cp-sat")
     if not start.gap:
         return start
