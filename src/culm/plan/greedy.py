@@ -61,7 +61,8 @@ class Rerouted:
     plan: Plan
     """One step, with R and S. `check` accepts it within the memory of the case."""
     slots: float
-    """Time per step: the makespan, or the period under the staggered optimizer."""
+    """Time per step: the makespan, or the period under the staggered optimizer (of a large plan a period that it can
+    keep, if not the shortest)."""
     bound: float
     """No plan takes less."""
     peak_activations: tuple[int, ...]

@@ -94,6 +94,7 @@ class _Pass:
             self._shuffle(random.Random(rule.shuffle), deal=rule.shuffle % 2 == 0)
 
     def _shuffle(self, chance: random.Random, deal: bool) -> None:
+        """Another order of the micro-batches; and if asked for, orphans given to peers before they arrive."""
         M, P = self.case.micro_batches, self.case.stages
         order = chance.sample(range(M), M)
         self.rank = [M * order[micro] + micro for micro in range(M)]
@@ -116,7 +117,8 @@ class _Pass:
     def _most_open(self, stage: int) -> int:
         return self.case.micro_batches if self.rule.ahead is None else self.case.stages - stage + self.rule.ahead
 
-    def run(self) -> None:  # noqa: PLR0912, PLR0915
+    def run(self) -> None:  # noqa: PLR0912, PLR0915 (one loop: a call for each step of it would double its time)
+        """Let time pass until nobody has anything left to do; `rows` and `turns` say what was done."""
         case, rule, rows, places, runner = self.case, self.rule, self.rows, self.places, self.runner
         P, M, split, last_stage = case.stages, case.micro_batches, case.split, case.stages - 1
         price = [case.prices[kind] for kind in (Kind.F, case.backward, Kind.W)]
