@@ -31,6 +31,7 @@ PRICE = Price(spot=1.0, on_demand=3.0)
 CHARGES = Charges()
 HOUR = 3600.0
 SCENE = Scene.of(WORK, CHARGES)
+TOLD = Scene.of(WORK, Charges(notice_s=120))
 
 
 def trace(*changes: tuple[float, str, int], nodes: int = 12, hours: float = 2.0, zones: int = 1) -> Trace:
@@ -41,16 +42,26 @@ def trace(*changes: tuple[float, str, int], nodes: int = 12, hours: float = 2.0,
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-@given(seed=st.integers(0, 10**6), rate=st.floats(0, 3), group=st.floats(1, 6), available=st.floats(0.3, 1))
+@given(
+    seed=st.integers(0, 10**6),
+    rate=st.floats(0, 3),
+    group=st.floats(1, 6),
+    available=st.floats(0.3, 1),
+    told=st.booleans(),
+)
 @settings(max_examples=12, deadline=None)
-def test_time_work_and_money_add_up(name: str, seed: int, rate: float, group: float, available: float) -> None:
+def test_time_work_and_money_add_up(
+    name: str, seed: int, rate: float, group: float, available: float, told: bool
+) -> None:
     market = Market(nodes=14, hours=3, rate=rate, group=group, available=available, zones=2)
-    run = play(SCENE, name, generate(market, seed), PRICE)
+    run = play(TOLD if told else SCENE, name, generate(market, seed), PRICE)
     assert sum(run.split.values()) == pytest.approx(3 * HOUR)
     assert min(run.split.values()) >= -1e-6
     assert run.usd == pytest.approx(run.node_s / HOUR * (3.0 if name == "on-demand" else 1.0))
     fastest = WORK.samples / min(SCENE.steps.healthy(3), SCENE.steps.uneven(14)[0], SCENE.steps.one_f_one_b(3))
     assert 0 <= run.samples <= run.split.get("train", 0.0) * fastest * (1 + 1e-9)
+    # No sample without its work: a worker does one thing at a time.
+    assert run.samples / WORK.micro_batch * WORK.total_s <= run.node_s * (1 + 1e-9)
     assert [point.t for point in run.points] == sorted(point.t for point in run.points)
 
 
@@ -104,8 +115,7 @@ def test_drop_trains_with_fewer_samples_and_the_same_step() -> None:
 
 
 def test_a_notice_leaves_nothing_to_detect_or_to_redo() -> None:
-    told = Scene.of(WORK, Charges(notice_s=120))
-    run = play(told, "reroute", trace((1.0, "remove", 5)), PRICE)
+    run = play(TOLD, "reroute", trace((1.0, "remove", 5)), PRICE)
     assert "detect" not in run.split
     assert "redo" not in run.split
 

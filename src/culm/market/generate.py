@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import difflib
 import math
+from bisect import bisect_left
 from dataclasses import dataclass, fields
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,6 +24,10 @@ if TYPE_CHECKING:
 
 _YOUNG_H = 1 / 60
 """Ages count from here on, so that a node of age 0 is not infinitely likely to go."""
+_NEVER = 1e-9
+"""Losses an hour that do not count."""
+_MANY = 64
+"""Of more nodes NumPy adds up quicker."""
 _SOON_H = 1e-4
 """The shortest wait for a missing node."""
 
@@ -67,7 +73,8 @@ class Market:
     @property
     def wait_h(self) -> float:
         """How long a missing node is waited for, on average; without an end if none is ever lost."""
-        return (1 - self.available) / (self.available * self.rate) if self.rate else math.inf
+        lost = self.available * self.rate
+        return (1 - self.available) / lost if lost > _NEVER else math.inf
 
 
 def generate(market: Market, seed: int) -> Trace:
@@ -86,7 +93,7 @@ class _Generator:
         self.events: list[Event] = []
         self.born = 0
         shape = market.tail
-        self.scale = market.rate**shape * shape * math.gamma(1 + 1 / shape) ** shape
+        self.scale: float = market.rate**shape * shape * math.gamma(1 + 1 / shape) ** shape
 
     def run(self) -> Trace:
         """Chance moments whose rate changes with the ages: proposed at the highest rate of a window, some refused."""
@@ -115,7 +122,7 @@ class _Generator:
             for _ in range(self._size(self.market.grant, missing)):
                 self._add(now, zone)
         elif drawn < grants + sum(losses):
-            self._lose(now, int(np.searchsorted(np.cumsum(losses), drawn - grants)))
+            self._lose(now, bisect_left(list(accumulate(losses)), drawn - grants))
 
     def _alive(self) -> int:
         return sum(map(len, self.names))
@@ -125,11 +132,21 @@ class _Generator:
         ages = now - np.array(self.births[zone]) + _YOUNG_H
         return np.asarray(self.scale * ages ** (self.market.tail - 1))
 
+    def _hazard(self, now: float, zone: int) -> float:
+        """The sum of them: in plain Python where that is quicker."""
+        births, power = self.births[zone], self.market.tail - 1
+        if power == 0:
+            return self.scale * len(births)
+        if len(births) > _MANY:
+            return float(self._hazards(now, zone).sum())
+        since = now + _YOUNG_H
+        return self.scale * sum([(since - birth) ** power for birth in births])
+
     def _loss_rates(self, now: float) -> list[float]:
         """Moments of loss per hour, by zone: fewer than the nodes lost, as each takes several."""
         group = self.market.group
         return [
-            float(self._hazards(now, zone).sum()) / _expected(group, len(names)) if names else 0.0
+            self._hazard(now, zone) / _expected(group, len(names)) if names else 0.0
             for zone, names in enumerate(self.names)
         ]
 

@@ -74,6 +74,10 @@ class Charges:
         half = workload.micro_batches / pipelines / 2
         return half * workload.stage_s * share / max(1, helpers)
 
+    def handed_over(self, workload: Workload) -> bool:
+        """Whether a node that goes has the time to give its state to somebody else."""
+        return self.notice_s > 0 and self.move_s(workload) <= self.notice_s
+
     @property
     def alarm(self) -> dict[str, float]:
         """From the loss to the decision."""

@@ -69,9 +69,9 @@ class Led(Saving):
             del self.filled[slot]
         if not hit:
             return None
-        if not held(self.depths, self.filled, hit):
+        if not (held(self.depths, self.filled, hit) or self.charges.handed_over(self.workload)):
             return self.begin()
-        return self.follow({**self.charges.alarm, "redo": self.redo_s(len(hit))})
+        return self.follow({**self.charges.alarm, "redo": self.redo_s(len(hit))}) or self.begin()
 
     def joined(self, new: Sequence[Node]) -> Turn | None:
         self.alive.update((node.name, node.zone) for node in new)
@@ -91,11 +91,9 @@ class Led(Saving):
         return self.reload(turn.rate) if again else Turn(turn.rate, start, why="start")
 
     def redo_s(self, hit: int) -> float:
-        """What the lost workers had done: by their peers, if there are any at the same cut; else half the step."""
-        if len(set(self.depths)) == 1:
-            D = len(self.depths)
-            return hit * self.charges.redo_s(self.workload, pipelines=D, helpers=D - 1, forwards=True)
-        return 0.0 if self.charges.notice_s else self.workload.samples / self.rate / 2
+        """What the lost workers had done of the step, by those that hold the same layers in other pipelines."""
+        D = len(self.depths)
+        return hit * self.charges.redo_s(self.workload, pipelines=D, helpers=D - 1, forwards=True)
 
     def follow(self, pauses: dict[str, float]) -> Turn | None:
         """Ask the policy, and do what it says. None: there is nothing to do, or nothing that can be done."""

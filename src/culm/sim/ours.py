@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 from culm.sim.engine import Turn
@@ -124,7 +125,8 @@ class Migrate(Slotted):
     name = "migrate"
 
     def after_loss(self) -> Turn:
-        if self.charges.move_s(self.workload) > (self.charges.notice_s or NOTICE_S):
+        told = replace(self.charges, notice_s=self.charges.notice_s or NOTICE_S)
+        if not told.handed_over(self.workload):
             return self.restart()
         self.slots.fill()
         pauses = {"decide": self.charges.decide_s, "join": self.charges.join_s}

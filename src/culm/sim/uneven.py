@@ -59,7 +59,8 @@ class Templates(Saving):
             self.members.pop(node.name, None)
         if not any(node in self.rows for node in gone):
             return None
-        held, before = self.rows.held_without(gone), self.rate
+        before = self.rate
+        held = self.rows.held_without(gone) or self.charges.handed_over(self.workload)
         self.arrange()
         if not held or not self.rate:
             return self.reload(self.rate)

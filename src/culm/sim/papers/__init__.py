@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from culm.sim.papers import bamboo
+from culm.sim.papers import bamboo, best_way, oobleck, slipstream
 from culm.sim.papers.table import Book, Request, Sheet
 
 __all__ = ["PAPERS", "Book", "Request", "Sheet"]
@@ -16,4 +16,7 @@ __all__ = ["PAPERS", "Book", "Request", "Sheet"]
 PAPERS: dict[str, Callable[[Request], Sheet | Book]] = {
     "bamboo-table3": bamboo.table3,
     "bamboo-table2": bamboo.table2,
+    "slipstream": slipstream.slipstream,
+    "oobleck": oobleck.oobleck,
+    "best-way": best_way.best_way,
 }
