@@ -54,7 +54,8 @@ def test_a_shape_appears_once() -> None:
 
 def test_money_is_goodput_and_price() -> None:
     row = offers(WISH, NODE).table[0]
-    assert row.usd_per_million == pytest.approx(row.usd_h / (row.goodput * 3600) * 1e6)
+    assert row.usd_per_million == pytest.approx(row.usd_h * row.present / (row.goodput * 3600) * 1e6)
+    assert row.present == pytest.approx(1 - 0.1 * 1500 / 3600)
 
 
 def test_the_reason_names_shape_price_strategy_and_what_else_there_was() -> None:

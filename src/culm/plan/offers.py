@@ -91,13 +91,16 @@ class Row:
     goodput: float
     """Samples per second, losses included."""
     usd_h: float
+    """With every node there."""
+    present: float
+    """Share of the nodes that are there on average: nobody pays for the others."""
     memory: int
     """Bytes in the fullest stage."""
 
     @property
     def usd_per_million(self) -> float:
         """Dollars for a million samples."""
-        return self.usd_h / 3600 / self.goodput * 1e6 if self.goodput else math.inf
+        return self.usd_h * self.present / 3600 / self.goodput * 1e6 if self.goodput else math.inf
 
     @property
     def shape(self) -> str:
@@ -239,6 +242,7 @@ def _row(draft: _Draft, wish: Wish, offer: Offer) -> Row | None:
         healthy_s=healthy_s,
         goodput=wish.batch / best.step_s * best.share,
         usd_h=draft.cost(offer),
+        present=1 - wish.risk.missing(draft.nodes) / draft.nodes,
         memory=draft.memory if "shadow" not in best.strategy else draft.stacked,
     )
 
