@@ -6,7 +6,7 @@ import difflib
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,23 +21,29 @@ from culm.cli.trace import write
 from culm.errors import UsageError
 from culm.market.catalogue import catalogue
 from culm.market.generate import Market, generate
+from culm.market.presets import PRESETS
 from culm.market.reading import read_trace
 from culm.market.trace import HOUR, Trace
+from culm.plan.models import MODELS
 from culm.sim.costs import Charges
-from culm.sim.known import known
+from culm.sim.known import MEASURED, known
+from culm.sim.modelled import modelled
 from culm.sim.pictures import picture
 from culm.sim.study import Outcome, Price, names_of
 from culm.sim.study import simulate as study
 from culm.sim.workload import Workload, read_workload
 
-DEFAULT_MODEL = "bert-large"
+DEFAULT_MODEL, DEFAULT_NODES = "bert-large", 32
 
 
 def simulate(
     plan: Annotated[Path | None, typer.Option(metavar="FILE", help="What is trained: a plan in TOML.")] = None,
-    model: Annotated[str, typer.Option(help="A model of published speed, where there is no plan.")] = DEFAULT_MODEL,
+    model: Annotated[str, typer.Option(help="A well-known model, where there is no plan.")] = DEFAULT_MODEL,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes for --model, at its least depth.")] = None,
     trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Machines come and go as in this trace.")] = None,
-    market: Annotated[str | None, typer.Option(help="... or by chance: rate=0.10,group=2.1,zones=3.")] = None,
+    market: Annotated[
+        str | None, typer.Option(help="... or by chance: rate=0.10,group=2.1,zones=3; or p3, g4dn.")
+    ] = None,
     hours: Annotated[float | None, typer.Option(help="How long; by default as long as the trace, or 24.")] = None,
     strategy: Annotated[str, typer.Option(help="A name, several with commas, or all.")] = "all",
     seeds: Annotated[int | None, typer.Option(min=1, help="So many markets; by default 10.")] = None,
@@ -60,7 +66,7 @@ def simulate(
         if paper is not None:
             _paper(paper, seeds, traces, json_)
             return
-        workload = read_workload(plan) if plan else known(model)
+        workload = read_workload(plan) if plan else _model(model, instance, nodes)
         charges = charges_of(set_ or [])
         lived = _traces(workload, trace, market, hours, seeds or 10)
         price, priced = _price(workload, instance, on, prices)
@@ -72,6 +78,15 @@ def simulate(
             print(json.dumps(_json(outcomes, workload, charges, about)))
         else:
             _show(outcomes, workload, lived, priced)
+
+
+def _model(name: str, instance: str | None, nodes: int | None) -> Workload:
+    """As it was measured, if it was and nothing else is asked for; otherwise by its counted FLOP and bytes."""
+    if nodes is None and instance in (None, "p3.2xlarge") and (name in MEASURED or name not in MODELS):
+        return known(name)
+    if instance is None:
+        raise UsageError(f"{name} was not measured, so its speed depends on the instance: give --instance")
+    return modelled(name, instance, nodes=nodes or DEFAULT_NODES)
 
 
 def charges_of(given: Sequence[str]) -> Charges:
@@ -100,8 +115,8 @@ def _traces(workload: Workload, path: Path | None, market: str | None, hours: fl
     if path is not None:
         read = read_trace(path)
         return [read.until(hours * HOUR) if hours else read]
-    size = f"nodes={workload.nodes}" + (f",hours={hours:g}" if hours else "")
-    made = Market.parse(f"{size},{market or ''}")
+    made = PRESETS.get(market or "") or Market.parse(f"nodes={workload.nodes},{market or ''}")
+    made = replace(made, hours=hours) if hours else made
     return [generate(made, seed) for seed in range(seeds)]
 
 

@@ -140,7 +140,7 @@ class _Generator:
         if len(births) > _MANY:
             return float(self._hazards(now, zone).sum())
         since = now + _YOUNG_H
-        return self.scale * sum([(since - birth) ** power for birth in births])
+        return self.scale * math.fsum([(since - birth) ** power for birth in births])
 
     def _loss_rates(self, now: float) -> list[float]:
         """Moments of loss per hour, by zone: fewer than the nodes lost, as each takes several."""

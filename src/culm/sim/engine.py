@@ -43,7 +43,7 @@ class Strategy(Protocol):
     """What is done about losses and newcomers."""
 
     expected_s: float
-    """Told before each event: how long it may be until the next loss, going by the past."""
+    """Told before each event: how long it may be until nodes come or go again, going by the past."""
     checkpoint_every_s: float
     """Seconds of training between two checkpoints; 0: none are written."""
     checkpoint_stall_s: float
@@ -156,13 +156,13 @@ class Engine:
                 self.gone.discard(event.node)
                 heapq.heappush(self.warming, (self.now + self.charges.warm_up_s, Node(event.node, event.zone)))
         self.alive += len(events) - 2 * len(lost)
+        self.moments += self.now > 0
         if lost:
             self._lose(lost)
         self._mark()
 
     def _lose(self, lost: list[Node]) -> None:
         self.run.preemptions += len(lost)
-        self.moments += 1
         took_part = [node for node in lost if node.name in self.ready]
         self.gone.update(node.name for node in lost)
         self.ready.difference_update(node.name for node in lost)
@@ -173,7 +173,7 @@ class Engine:
             self._take(turn)
 
     def _expected(self) -> float:
-        """Until the next loss: as long as it took on average so far, with one imagined in the first hour."""
+        """Until nodes come or go again: as long as it took on average so far, with once imagined in the first hour."""
         return (self.now + HOUR) / (self.moments + 1)
 
     def _take(self, turn: Turn | None) -> None:

@@ -22,7 +22,8 @@ from culm.sim.workload import Workload
 
 POOLS = {"p3": "p3.2xlarge", "g4dn": "g4dn.xlarge"}
 MODELS = ("bert-large", "gpt-3-6.7b")
-THEN, NOW = "2022-12-31", None
+THEN = {"p3": "2022-06-30", "g4dn": "2022-12-31"}
+"""When the papers' runs were paid for, or as soon after as there is a price."""
 BLIND = (
     "auto", "reroute", "templates", "shadow-lazy", "shadow", "checkpoint",
     "oobleck", "bamboo", "varuna", "checkpoint-restart", "on-demand",
@@ -90,7 +91,7 @@ def traces_of(pool: str, request: Request) -> list[Trace]:
 def answer(model: str, pool: str, traces: Sequence[Trace]) -> Answer:
     """The shape and strategy with the least cost per sample."""
     instance = POOLS[pool]
-    then, now = (_price(instance, on) for on in (THEN, NOW))
+    then, now = (_price(instance, on) for on in (THEN[pool], None))
     tried = {}
     for workload in shapes(model, instance, max(trace.peak for trace in traces)):
         outcomes = simulate(workload, traces, BLIND, charges=Charges(), price=then)
@@ -137,6 +138,13 @@ def _price(instance: str, on: str | None) -> Price:
     return Price(machine.spot_usd_h, machine.on_demand_usd_h)
 
 
+def _told_price(pool: str, on: str | None) -> str:
+    machine = catalogue().find(POOLS[pool], on)
+    note = f" ({machine.note})" if machine.note else ""
+    spot, whole = f"${machine.spot_usd_h:g}/h spot", f"${machine.on_demand_usd_h:g}/h on demand"
+    return f"{'newest' if on is None else 'papers'}: {machine.instance} {spot}, {whole}, as of {machine.as_of}{note}"
+
+
 def _overview(answers: Sequence[Answer]) -> Sheet:
     rows, cells = [], []
     for each in answers:
@@ -168,14 +176,10 @@ def _overview(answers: Sequence[Answer]) -> Sheet:
         )
     return Sheet(
         "Answers",
-        ("model", "pool", "best", "samples/s", "$ per million, end of 2022", "$ per million, newest prices"),
+        ("model", "pool", "best", "samples/s", "$ per million, papers' prices", "$ per million, newest prices"),
         cells,
         rows,
-        (
-            "prices end of 2022: p3.2xlarge $1.00 spot (median of nine zones; the papers paid 0.918), $3.06 on demand; "
-            "g4dn.xlarge $0.158 and $0.526",
-            "newest: p3.2xlarge $0.379 (March 2026, no longer listed since), g4dn.xlarge $0.229 (August 2026)",
-        ),
+        [_told_price(pool, on) for pool in POOLS for on in (THEN[pool], None)],
     )
 
 
