@@ -14,6 +14,8 @@ from culm.errors import PlanError
 from culm.plan import Case, Slot, bound, greedy, optimal
 from culm.schedule import Costs, check
 
+from .test_plan_greedy import shortest
+
 HURT = Case(pipelines=3, stages=4, micro_batches=18, failed=frozenset({Slot(2, 2)}))
 ROWS = json.loads(FILE.read_text(encoding="utf-8"))
 
@@ -62,6 +64,15 @@ def test_the_optimum_is_found_where_greedy_misses_it() -> None:
 def test_the_answers_of_the_paper_are_proved(failed: set[Slot], split: bool, stagger: bool, slots: int) -> None:
     found = optimal(replace(HURT, failed=frozenset(failed), split=split, stagger=stagger))
     assert (found.slots, found.bound, found.gap) == (slots, slots, 0.0)
+
+
+@pytest.mark.parametrize(("micro_batches", "stage", "memory"), [(2, 0, None), (3, 1, None), (3, 0, 1), (3, 1, 2)])
+def test_no_plan_at_all_is_shorter_than_the_proved_one(micro_batches: int, stage: int, memory: int | None) -> None:
+    pytest.importorskip("ortools")
+    shape = Case(pipelines=2, stages=2, micro_batches=micro_batches, failed=frozenset({Slot(1, stage)}))
+    case = replace(shape, stagger=False, memory=memory)
+    found = optimal(case, workers=1)
+    assert (found.slots, found.gap) == (shortest(case), 0.0)
 
 
 def test_what_is_not_proved_in_the_time_is_still_no_worse_than_greedy() -> None:

@@ -41,7 +41,8 @@ these they are within 0.1 % of the best of all mixes.
 """
 
 SHUFFLED = tuple(RULES[seed % len(RULES)]._replace(shuffle=seed) for seed in range(1, 33))
-"""Tried after these, in small cases: by luck one of them is shorter in half of the cases that are not optimal yet."""
+"""Tried after these, in small cases. Of 358 cases with known optima the rules leave 47 above it; these bring 18 of
+them down to it."""
 
 BUDGET = 10_000
 """So many actions are placed over all rules: what a case may cost to plan. The first rule is always tried."""
