@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
+import statistics
 import time
 import traceback
 from collections.abc import Coroutine, Mapping
@@ -15,7 +17,7 @@ import msgspec
 from culm import errors
 from culm.checkpoint import Catalog, ShardReceipt, Storage
 from culm.cluster.record import Record, Recovered, decode_record
-from culm.cluster.regroup import Regrouped, first_shadows, homeless, regroup, restart
+from culm.cluster.regroup import Regrouped, first_shadows, homeless, regroup, restart, world_of
 from culm.cluster.setup import NodeRecord, Result, Setup, decode_node, encode
 from culm.cluster.store import Change
 from culm.cluster.summary import slot_label, speed, summarise
@@ -23,6 +25,8 @@ from culm.errors import CheckpointError, CulmError, NodeLost, RunError
 from culm.job import STOP
 from culm.observe.folder import RunFolder, perfetto
 from culm.observe.ledger import CommittedStep, Ledger
+from culm.plan.ahead import Plans
+from culm.plan.layout import ahead
 from culm.plan.lineage import Standing
 from culm.runtime import epoch as letters
 from culm.runtime.epoch import Epoch, Member
@@ -53,6 +57,8 @@ class _Halting:
     lost: set[int]
     expected: set[int]
     began: float
+    detect_s: float
+    """From the first sign of a loss to the certainty; the loss itself nobody saw."""
     standings: dict[int, Standing] = field(default_factory=dict)
 
 
@@ -99,8 +105,13 @@ class Leader:
         )
         self.gone: set[int] = set()
         self.recoveries: list[Recovered] = []
+        self._pace: collections.deque[float] = collections.deque(maxlen=32)
+        self._before_loss: float | None = None
+        """When the last step was committed that no loss had disturbed."""
+        self._suspected_at: float | None = None
         self.at_risk_s = 0.0
         self._risk_since: float | None = None
+        self.plans = Plans()
         self._published: bytes | None = None
         """The epoch as it stands in the store."""
         self._halting: _Halting | None = None
@@ -271,7 +282,7 @@ class Leader:
             case letters.Report():
                 await self._note_standing(message)
             case letters.Level():
-                self._note_level(message)
+                await self._note_level(message)
             case letters.StepReport() | letters.EvaluationReport():
                 for done in self.ledger.note(message) if self._current(message) else ():
                     await self._committed(done)
@@ -325,7 +336,10 @@ class Leader:
         gone = {*lost, *(before.lost if before is not None else ())}
         left = [member for member in self.epoch.alive if member.node not in gone]
         began = before.began if before is not None else self.clock.now()
-        self._halting = _Halting(number, gone, {member.node for member in left}, began)
+        detect = 0.0 if self._suspected_at is None or before is not None else began - self._suspected_at
+        detect = before.detect_s if before is not None else detect
+        self._suspected_at = None
+        self._halting = _Halting(number, gone, {member.node for member in left}, began, detect)
         body = letters.encode(letters.Halt(number, self.transport.address))
         for member in left:
             self.transport.post(member.address, body)
@@ -361,7 +375,8 @@ class Leader:
             self.ledger.rewind(step)
             self.folder.rewind(step)
         else:
-            made = regroup(self.setup, old, number, address, standings, committed)
+            moving = self._moving(standings)
+            made = regroup(self.setup, old, number, address, standings, committed, plans=self.plans, moving=moving)
         self._halting = None
         self._recovering = _Recovering(halting, self.clock.now(), made)
         self.epoch = made.epoch
@@ -380,6 +395,13 @@ class Leader:
             why=made.why,
         )
         await self._put_epoch(made.epoch)
+        self._aside(self._plan_ahead(standings, committed, old))
+
+    async def _plan_ahead(self, standings: Mapping[int, Standing], committed: int, old: Epoch | None) -> None:
+        """Plans for whoever may be lost next, one at a time and aside: when it happens they are there."""
+        made = ahead(world_of(self.setup, standings, committed, old, self.plans))
+        while await self.clock.aside(next, made, None) is not None:
+            pass
 
     def _nothing_learned(self, standings: Mapping[int, Standing]) -> bool:
         """Whether no weight has moved since the run began: then anybody can build any layer, as it was."""
@@ -410,7 +432,7 @@ class Leader:
             self.at_risk_s += now - self._risk_since
         self._risk_since = now if at_risk else None
 
-    def _note_level(self, message: letters.Level) -> None:
+    async def _note_level(self, message: letters.Level) -> None:
         """A new copy is complete: the layer has two holders again."""
         if self.epoch is None or message.epoch != self.epoch.number:
             return
@@ -423,6 +445,28 @@ class Leader:
         self.epoch = msgspec.structs.replace(self.epoch, shadows=shadows)
         self._note_risk()
         self._event("protected", node=message.node, stage=message.stage)
+        if self._halting is None and any(shadow.moves and not shadow.fresh for shadow in shadows):
+            await self._halt([])  # its copy is complete: it can move
+
+    def _moving(self, standings: Mapping[int, Standing]) -> list[int]:
+        """The slots whose workers have a complete copy of the stage that they are to move to."""
+        assert self.epoch is not None
+        ready = [shadow for shadow in self.epoch.shadows if shadow.moves and not shadow.fresh]
+        return [shadow.slot for shadow in ready if shadow.stage in standings.get(shadow.slot, Standing()).versions]
+
+    def _late(self, steps: int) -> float:
+        """How many seconds later than usual the last steps were committed."""
+        if not self._pace or self._before_loss is None:
+            return 0.0
+        return self.clock.now() - self._before_loss - steps * statistics.median(self._pace)
+
+    def _note_pace(self) -> None:
+        """How long a step takes, while nothing goes wrong."""
+        now = self.clock.now()
+        if self._halting is None and self._recovering is None:
+            if self._before_loss is not None:
+                self._pace.append(now - self._before_loss)
+            self._before_loss = now
 
     def _note_recovered(self, step: int) -> None:
         """The last of the steps that were open is committed: the loss is made good."""
@@ -431,15 +475,17 @@ class Leader:
             return
         self._recovering = None
         halting, epoch = recovering.halting, recovering.made.epoch
-        now = self.clock.now()
-        ready = recovering.ready_at or now
+        if not halting.lost:
+            return
+        decide = recovering.decided_at - halting.began
+        move = (recovering.ready_at or self.clock.now()) - recovering.decided_at
         recovered = Recovered(
             step=epoch.committed,
             lost=tuple(sorted(halting.lost)),
-            detect_ms=0.0,
-            decide_ms=1e3 * (recovering.decided_at - halting.began),
-            move_ms=1e3 * (ready - recovering.decided_at),
-            redo_ms=1e3 * (now - ready),
+            detect_ms=1e3 * halting.detect_s,
+            decide_ms=1e3 * decide,
+            move_ms=1e3 * move,
+            redo_ms=1e3 * max(0.0, self._late(len(epoch.recovery.steps)) - halting.detect_s - decide - move),
             redone_actions=epoch.recovery.redone,
             source=recovering.made.source,
         )
@@ -471,6 +517,7 @@ class Leader:
         """A worker misses another one. Who is gone the store knows, in a moment. If nobody is, a connection broke:
         what was lost with it is sent again in a new epoch or, where nothing is kept, the run ends."""
         self._event("suspected", node=message.node, why=message.message)
+        self._suspected_at = self._suspected_at or self.clock.now()
         number = self.epoch.number if self.epoch is not None else 0
 
         async def believe() -> None:
@@ -521,6 +568,10 @@ class Leader:
         )
         self._event("epoch", number=1, members=[m.node for m in self.epoch.alive], segments=setup.segments)
         await self._put_epoch(self.epoch)
+        if setup.strategy != "none":
+            stages = range(setup.pipelines * setup.stages)
+            full = {slot: Standing(versions={slot % setup.stages: setup.start}) for slot in stages}
+            self._aside(self._plan_ahead(full, setup.start, None))
 
     def _note_ready(self, message: letters.Ready) -> None:
         if self.epoch is None or message.epoch != self.epoch.number or self._halting is not None:
@@ -555,6 +606,7 @@ class Leader:
             await self._write_record()
             await self.clock.work(self.node, done.step, "commit")
             self._tell(letters.Commit(done.step))
+            self._note_pace()
             self._note_recovered(done.step)
         await self.store.put("step", msgspec.msgpack.encode(metrics))
         if ends:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
 from culm.cluster.setup import Setup
+from culm.plan.ahead import Plans
 from culm.plan.layout import Layout, World, arrange_around, first_layout, orphaned
 from culm.plan.lineage import Standing
 from culm.plan.place import Floor, place, whole_step
@@ -35,7 +36,7 @@ def first_shadows(setup: Setup) -> tuple[Shadow, ...]:
 
 def homeless(setup: Setup, standings: Mapping[int, Standing], committed: int) -> list[int]:
     """The stages that no survivor has a current copy of: only a checkpoint can bring them back."""
-    return orphaned(World(plan=Plan.from_text(setup.plan), strategy=setup.strategy, held=_held(standings, committed)))
+    return orphaned(world_of(setup, standings, committed, None, None))
 
 
 def restart(
@@ -81,35 +82,39 @@ def restart(
 
 
 def regroup(
-    setup: Setup, old: Epoch, number: int, leader: str, standings: Mapping[int, Standing], committed: int
+    setup: Setup,
+    old: Epoch,
+    number: int,
+    leader: str,
+    standings: Mapping[int, Standing],
+    committed: int,
+    *,
+    plans: Plans | None = None,
+    moving: Collection[int] = (),
 ) -> Regrouped:
-    """The epoch in which the survivors, by slot, complete the open steps and then go on. Every stage has a holder."""
-    full = Plan.from_text(setup.plan)
-    costs = _costs(setup)
-    layout = arrange_around(
-        World(
-            plan=full,
-            strategy=setup.strategy,
-            held=_held(standings, committed),
-            running=Plan.from_text(old.plan),
-            costs=costs,
-            joint=setup.joint,
-            memory=setup.activations,
-        )
-    )
+    """The epoch in which the survivors, by slot, complete the open steps and then go on. Every stage has a holder.
+
+    Workers in `moving` have a copy of another stage by now: they complete what is open where they were, and then leave
+    their own stage for that one.
+    """
+    world = world_of(setup, standings, committed, old, plans)
+    now = arrange_around(world)
+    layout = arrange_around(_left(world, moving)) if moving else now
+    full = world.plan
     scene = Scene(
         stages=full.stages,
         segments=full.segments,
         slots=len(full.workers),
         micro_batches=full.micro_batches,
-        runners=layout.runners,
+        runners=now.runners,
         first=committed,
         split=any(action.kind is Kind.W for row in layout.plan.workers for action in row),
         joint=setup.joint,
-        costs=costs,
-        home=layout.home,
+        costs=world.costs,
+        home=now.home,
     )
-    recovery = recover(scene, {slot: _pruned(slot, standing, layout) for slot, standing in standings.items()})
+    kept = {slot: _pruned(slot, standing, (now, layout)) for slot, standing in standings.items()}
+    recovery = recover(scene, kept)
     members = tuple(member if slot in standings else None for slot, member in enumerate(old.members))
     epoch = msgspec.structs.replace(
         old,
@@ -123,10 +128,35 @@ def regroup(
         reset=False,
         resume=None,
         resume_from=None,
-        shadows=tuple(Shadow(r.stage, r.slot, r.source, r.fresh) for r in layout.replicas),
+        shadows=tuple(Shadow(r.stage, r.slot, r.source, r.fresh, r.moves) for r in layout.replicas),
         recovery=recovery,
     )
     return Regrouped(epoch, layout, _why(old, members, layout), layout.source)
+
+
+def world_of(
+    setup: Setup, standings: Mapping[int, Standing], committed: int, old: Epoch | None, plans: Plans | None
+) -> World:
+    """What is left, in the words of the planner."""
+    return World(
+        plan=Plan.from_text(setup.plan),
+        strategy=setup.strategy,
+        held=_held(standings, committed),
+        running=None if old is None else Plan.from_text(old.plan),
+        costs=_costs(setup),
+        joint=setup.joint,
+        memory=setup.activations,
+        plans=plans or Plans(),
+    )
+
+
+def _left(world: World, moving: Collection[int]) -> World:
+    """The world after some workers have left their own stage."""
+    stages = world.plan.stages
+    held = {
+        slot: stage_set - {slot % stages} if slot in moving else stage_set for slot, stage_set in world.held.items()
+    }
+    return replace(world, held=held)
 
 
 def _held(standings: Mapping[int, Standing], committed: int) -> dict[int, frozenset[int]]:
@@ -137,10 +167,12 @@ def _held(standings: Mapping[int, Standing], committed: int) -> dict[int, frozen
     }
 
 
-def _pruned(slot: int, standing: Standing, layout: Layout) -> Standing:
-    """Only copies that are kept have steps to end."""
-    kept = {stage for stage, runners in layout.runners.items() if slot in runners}
-    kept |= {replica.stage for replica in layout.replicas if replica.slot == slot and not replica.fresh}
+def _pruned(slot: int, standing: Standing, layouts: Collection[Layout]) -> Standing:
+    """Only copies that are kept, or needed until the open steps are complete, have steps to end."""
+    kept: set[int] = set()
+    for layout in layouts:
+        kept |= {stage for stage, runners in layout.runners.items() if slot in runners}
+        kept |= {replica.stage for replica in layout.replicas if replica.slot == slot and not replica.fresh}
     versions = {stage: version for stage, version in standing.versions.items() if stage in kept}
     return msgspec.structs.replace(standing, versions=versions)
 
@@ -171,10 +203,16 @@ def _evaluation(setup: Setup, layout: Layout) -> str | None:
 
 def _why(old: Epoch, members: tuple[Member | None, ...], layout: Layout) -> str:
     gone = [m.node for m, left in zip(old.members, members, strict=True) if m is not None and left is None]
+    before = dict(Plan.from_text(old.plan).held)
+    moved = [f"slot {slot} runs stage {stages[0]}" for slot, stages in layout.plan.held if before.get(slot) != stages]
+    if not gone and moved:
+        return f"{', '.join(moved)} from now on: a hole hurts less where it was"
     if not gone:
         return "nobody is lost: what was on its way is sent again"
     nodes = f"node {gone[0]} is" if len(gone) == 1 else f"nodes {', '.join(map(str, gone))} are"
     how = {"peers": "peers run its micro-batches", "shadow": "who kept a copy of its layers stands in"}[layout.source]
-    fresh = [f"stage {r.stage} to slot {r.slot}" for r in layout.replicas if r.fresh]
+    fresh = [f"stage {r.stage} to slot {r.slot}" for r in layout.replicas if r.fresh and not r.moves]
     copies = f"; a new copy of {', '.join(fresh)} is made, as one holder would be left" if fresh else ""
-    return f"{nodes} gone: {how}{copies}"
+    leaving = [f"slot {r.slot} to stage {r.stage}" for r in layout.replicas if r.moves]
+    moves = f"; {', '.join(leaving)} will move, as a hole hurts less where it is" if leaving else ""
+    return f"{nodes} gone: {how}{copies}{moves}"

@@ -7,11 +7,12 @@ Where the preferred way is closed, any other holder will do. Only a stage that n
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
+from culm.plan.ahead import Plans
 from culm.plan.failures import Case, Memory, Slot
-from culm.plan.greedy import greedy
+from culm.plan.greedy import Rerouted
 from culm.plan.place import Floor, place, whole_step
 from culm.schedule import UNIT, Action, Costs, Kind, Plan
 from culm.schedule.action import RELEASE
@@ -35,6 +36,8 @@ class World:
     costs: Costs = UNIT
     joint: bool = False
     memory: Memory = None
+    plans: Plans = field(default_factory=Plans)
+    """Plans that were made before, some of them ahead of the loss."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ class Replica:
     slot: int
     source: int
     fresh: bool = False
+    moves: bool = False
+    """Once the copy is complete the worker leaves its own stage for this one: a hole hurts less there."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,13 @@ def arrange_around(world: World) -> Layout:
     runners = {stage: _runners(world, stage, stand_ins) for stage in range(world.plan.stages)}
     plan = _plan(world, runners, stand_ins)
     home = _home(world, stand_ins)
-    return Layout(plan, runners, _replicas(world, runners), home, "shadow" if stand_ins else "peers")
+    replicas = _replicas(world, runners)
+    moves = [
+        Replica(stage, worker, _source(world, runners[stage], worker), fresh=True, moves=True)
+        for worker, stage in _moves(world, stand_ins)
+        if (worker, stage) not in {(replica.slot, replica.stage) for replica in replicas}
+    ]
+    return Layout(plan, runners, (*replicas, *moves), home, "shadow" if stand_ins else "peers")
 
 
 def _home(world: World, stand_ins: Mapping[int, int]) -> dict[tuple[int, int], int]:
@@ -105,19 +116,34 @@ def _own(world: World, slot: int) -> bool:
     return slot % world.plan.stages in world.held.get(slot, ())
 
 
+def _moved(world: World) -> dict[int, int]:
+    """By empty slot: the worker that has left its own stage to fill it."""
+    P = world.plan.stages
+    found: dict[int, int] = {}
+    for worker, held in sorted(world.held.items()):
+        if worker % P in held or world.running is None:
+            continue
+        empty = [slot for slot in range(len(world.plan.workers)) if slot % P in held and not _own(world, slot)]
+        chosen = next((slot for slot in empty if slot not in found), None)
+        if chosen is not None:
+            found[chosen] = worker
+    return found
+
+
 def _stand_ins(world: World) -> dict[int, int]:
     """By empty slot: the worker that stands in for it, where one has to or the strategy wants it so."""
     P = world.plan.stages
-    found: dict[int, int] = {}
-    load: Counter[int] = Counter()
+    found = _moved(world)
+    load: Counter[int] = Counter(found.values())
     for slot in range(len(world.plan.workers)):
         stage = slot % P
-        if _own(world, slot):
+        if _own(world, slot) or slot in found:
             continue
         peers = any(_own(world, peer) for peer in range(stage, len(world.plan.workers), P))
         if world.strategy not in SHADOWING and peers:
             continue
-        able = [other for other, held in world.held.items() if stage in held and other % P != stage]
+        taken = {worker for full, worker in found.items() if full % P == stage}
+        able = [w for w, held in world.held.items() if stage in held and w % P != stage and w not in taken]
         if able:
             found[slot] = min(able, key=lambda other: (_stranger(world, slot, other), load[other], other))
             load[found[slot]] += 1
@@ -143,21 +169,55 @@ def _plan(world: World, runners: Mapping[int, tuple[int, ...]], stand_ins: Mappi
     failed = tuple(slot for slot in range(len(full.workers)) if not _own(world, slot))
     if not failed:
         return full
-    if not stand_ins and full.segments == full.stages:
-        slots = frozenset(Slot(*divmod(slot, full.stages)) for slot in failed)
-        shape = (full.pipelines, full.stages, full.micro_batches)
-        case = Case(
-            pipelines=shape[0],
-            stages=shape[1],
-            micro_batches=shape[2],
-            costs=world.costs,
-            failed=slots,
-            stagger=not world.joint,
-            memory=world.memory,
-        )
-        return greedy(case).plan
-    split = any(action.kind is Kind.W for row in full.workers for action in row) or not stand_ins
+    moved = _moved(world)
+    if stand_ins == moved and full.segments == full.stages:
+        return _renamed(world.plans.best(_case(world, set(failed) - set(moved))).plan, world, moved)
+    split = any(action.kind is Kind.W for row in full.workers for action in row)
     return _merged(world, runners, stand_ins, split)
+
+
+def _case(world: World, failed: Collection[int]) -> Case:
+    full = world.plan
+    return Case(
+        pipelines=full.pipelines,
+        stages=full.stages,
+        micro_batches=full.micro_batches,
+        costs=world.costs,
+        failed=frozenset(Slot(*divmod(slot, full.stages)) for slot in failed),
+        stagger=not world.joint,
+        memory=world.memory,
+    )
+
+
+def _renamed(plan: Plan, world: World, moved: Mapping[int, int]) -> Plan:
+    """The same plan, in which workers that have moved run the lists of the slots that they fill."""
+    rows = list(plan.workers)
+    for slot, worker in moved.items():
+        rows[worker], rows[slot] = plan.workers[slot], ()
+    failed = tuple(slot for slot in range(len(rows)) if slot not in world.held)
+    held = tuple(sorted((worker, (slot % plan.stages,)) for slot, worker in moved.items()))
+    return replace(plan, workers=tuple(rows), failed=failed, held=held)
+
+
+def ahead(world: World) -> Iterator[Rerouted]:
+    """Plans for the loss of any one more worker, made one at a time: then they are there when it happens."""
+    full = world.plan
+    if world.strategy in SHADOWING or full.segments != full.stages or full.pipelines == 1:
+        return
+    failed = {slot for slot in range(len(full.workers)) if not _own(world, slot)} - set(_moved(world))
+    yield from world.plans.next(_case(world, failed))
+
+
+def _moves(world: World, stand_ins: Mapping[int, int]) -> list[tuple[int, int]]:
+    """(worker, stage): who should leave its stage for another, so that the holes are where they hurt least."""
+    full = world.plan
+    if world.strategy in SHADOWING or full.segments != full.stages or full.pipelines == 1 or stand_ins:
+        return []
+    failed = {slot for slot in range(len(full.workers)) if not _own(world, slot)}
+    if len(failed) < 2:
+        return []
+    _, normal = world.plans.normal(_case(world, failed))
+    return [(move.source.pipeline * full.stages + move.source.stage, move.target.stage) for move in normal.moves]
 
 
 def _merged(world: World, runners: Mapping[int, tuple[int, ...]], stand_ins: Mapping[int, int], split: bool) -> Plan:

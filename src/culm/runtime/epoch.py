@@ -30,6 +30,8 @@ class Shadow(msgspec.Struct, frozen=True):
     """The slot whose worker runs the stage, and sends its sums."""
     fresh: bool = False
     """It has no copy yet: the source sends one, and sums from there on."""
+    moves: bool = False
+    """With the copy complete, the worker will leave the stage that it runs for this one."""
 
 
 class Epoch(msgspec.Struct, frozen=True, tag="epoch"):

@@ -317,10 +317,16 @@ class Executor:
             parts = []
         self.desk.step(step).loaded.add(g)
         self._complete(step, g, Sum(parts, rider))
-        for shadow in self.epoch.shadows if self.epoch.kept else ():
-            served = shadow.source == self.slot and shadow.stage == g % self.plan.stages
-            if served and not (shadow.fresh and step < self.epoch.start):
-                self.give(step, g, shadow.slot)
+        for slot in self._followers(step, g, runners):
+            self.give(step, g, slot)
+
+    def _followers(self, step: int, g: int, runners: tuple[int, ...]) -> list[int]:
+        """Who holds a segment without running it, and has its sums from here."""
+        stage, recovery = g % self.plan.stages, self.epoch.recovery
+        if step in recovery.steps:
+            others = [slot for slot in recovery.lacking(step, stage) if slot not in runners]
+            return others if runners[0] == self.slot else []
+        return [s.slot for s in self.epoch.shadows if s.source == self.slot and s.stage == stage]
 
     def _complete(self, step: int, g: int, total: Sum) -> None:
         """A sum is complete: settle what rode along."""
