@@ -21,6 +21,7 @@ from culm.cluster.regroup import Regrouped, first_shadows, homeless, regroup, re
 from culm.cluster.setup import NodeRecord, Result, Setup, decode_node, encode
 from culm.cluster.store import Change
 from culm.cluster.summary import slot_label, speed, summarise
+from culm.cluster.timeouts import derive
 from culm.errors import CheckpointError, CulmError, NodeLost, RunError
 from culm.job import STOP
 from culm.observe.folder import RunFolder, perfetto
@@ -37,9 +38,6 @@ if TYPE_CHECKING:
     from culm.runtime.clock import Clock
     from culm.transport.base import Transport
 
-_DOUBT_S = 5.0
-"""How long a worker's word that another one is gone waits for the store to say who."""
-
 
 @dataclass
 class _Doubt:
@@ -47,6 +45,13 @@ class _Doubt:
 
     epoch: int
     message: letters.Failed
+
+
+@dataclass
+class _Stall:
+    """Nothing has moved in an epoch for too long."""
+
+    epoch: int
 
 
 @dataclass
@@ -92,7 +97,7 @@ class Leader:
     ) -> None:
         self.job, self.setup, self.node, self.heir = job, setup, node, heir
         self.transport, self.clock, self.store = transport, clock, store
-        self.inbox: asyncio.Queue[letters.Message | Change | CulmError | _Doubt] = asyncio.Queue()
+        self.inbox: asyncio.Queue[letters.Message | Change | CulmError | _Doubt | _Stall] = asyncio.Queue()
         self.folder = RunFolder(setup.out, resumed_at=None if setup.resume is None else setup.start)
         self.nodes: dict[int, NodeRecord] = {}
         self.epoch: Epoch | None = None
@@ -109,6 +114,9 @@ class Leader:
         self._before_loss: float | None = None
         """When the last step was committed that no loss had disturbed."""
         self._suspected_at: float | None = None
+        self.timeouts = derive(setup.suspect_after)
+        self._beats: dict[int, int] = {}
+        self._slowest_s = 0.0
         self.at_risk_s = 0.0
         self._risk_since: float | None = None
         self.plans = Plans()
@@ -131,6 +139,8 @@ class Leader:
         self._aside(self._watch("nodes/"))
         if self.setup.gate == "outside":
             self._aside(self._watch("gate/"))
+        if self.setup.strategy != "none":
+            self._aside(self._watch_progress())
         try:
             result = await self._result()
             await self.store.swap("result", None, encode(result))
@@ -259,7 +269,7 @@ class Leader:
         except RunError as error:
             self.inbox.put_nowait(error)
 
-    async def _heed(self, message: letters.Message | Change | CulmError | _Doubt) -> None:
+    async def _heed(self, message: letters.Message | Change | CulmError | _Doubt | _Stall) -> None:
         match message:
             case CulmError():
                 raise message
@@ -267,6 +277,8 @@ class Leader:
                 await self._news(key, value)
             case _Doubt():
                 await self._resolve(message)
+            case _Stall():
+                await self._wake(message)
             case letters.Failed(kind="NodeLost"):
                 self._suspect(message)
             case letters.Failed():
@@ -281,6 +293,8 @@ class Leader:
                 self._note_ready(message)
             case letters.Report():
                 await self._note_standing(message)
+            case letters.Beat():
+                self._note_beat(message)
             case letters.Level():
                 await self._note_level(message)
             case letters.StepReport() | letters.EvaluationReport():
@@ -328,6 +342,41 @@ class Leader:
             await self._write_record()
             await self._halt(mourned)
 
+    async def _watch_progress(self) -> None:
+        """Nothing moves any more, and nobody is gone: something got lost on the way. Then all is sent again."""
+        seen: object = None
+        while True:
+            await self.clock.sleep(self.timeouts.progress + 5 * self._slowest_s)
+            number = self.epoch.number if self.epoch is not None else 0
+            counts = (self.ledger.next_step, len(self._ready), len(self.finals), len(self.shards))
+            mark = (number, self._halting, dict(self._beats), counts)
+            if mark == seen:
+                self.inbox.put_nowait(_Stall(number))
+            seen = mark
+
+    async def _wake(self, stall: _Stall) -> None:
+        if self.epoch is None or stall.epoch != self.epoch.number:
+            return
+        if self._halting is not None:
+            self._tell_halt(self._halting)
+        elif not self._waits_for_permission():
+            self._event(
+                "stalled", step=self.ledger.next_step, why="nothing moves and nobody is gone: all is sent again"
+            )
+            await self._halt([])
+
+    def _waits_for_permission(self) -> bool:
+        """Whether it is the user's turn: a hook or a launcher has to let the next step begin."""
+        ready = self.epoch is not None and len(self._ready) == len(self.epoch.alive)
+        return ready and self._finish is None and self._permitted <= self.ledger.next_step
+
+    def _tell_halt(self, halting: _Halting) -> None:
+        assert self.epoch is not None
+        body = letters.encode(letters.Halt(halting.number, self.transport.address))
+        for member in self.epoch.alive:
+            if member.node in halting.expected and member.node not in halting.standings:
+                self.transport.post(member.address, body)
+
     async def _halt(self, lost: list[int]) -> None:
         """Let everyone who is left leave the epoch and report. A further loss meanwhile starts this over."""
         assert self.epoch is not None
@@ -340,9 +389,7 @@ class Leader:
         detect = before.detect_s if before is not None else detect
         self._suspected_at = None
         self._halting = _Halting(number, gone, {member.node for member in left}, began, detect)
-        body = letters.encode(letters.Halt(number, self.transport.address))
-        for member in left:
-            self.transport.post(member.address, body)
+        self._tell_halt(self._halting)
         if not left:
             raise self.lost(lost[0])
 
@@ -385,6 +432,7 @@ class Leader:
         self.finals.clear()
         self.shards.clear()
         self._ready.clear()
+        self._beats.clear()
         self._note_risk()
         self._event(
             "epoch",
@@ -454,6 +502,11 @@ class Leader:
         ready = [shadow for shadow in self.epoch.shadows if shadow.moves and not shadow.fresh]
         return [shadow.slot for shadow in ready if shadow.stage in standings.get(shadow.slot, Standing()).versions]
 
+    def _note_beat(self, beat: letters.Beat) -> None:
+        if self.epoch is not None and beat.epoch == self.epoch.number:
+            self._beats[beat.node] = beat.done
+            self._slowest_s = max(self._slowest_s, beat.slowest_s)
+
     def _late(self, steps: int) -> float:
         """How many seconds later than usual the last steps were committed."""
         if not self._pace or self._before_loss is None:
@@ -521,7 +574,7 @@ class Leader:
         number = self.epoch.number if self.epoch is not None else 0
 
         async def believe() -> None:
-            await self.clock.sleep(_DOUBT_S)
+            await self.clock.sleep(self.timeouts.doubt)
             self.inbox.put_nowait(_Doubt(number, message))
 
         self._aside(believe())
@@ -564,6 +617,7 @@ class Leader:
             kept=setup.strategy != "none",
             shadows=first_shadows(setup),
             eager=setup.eager,
+            beat_s=self.timeouts.beat if setup.strategy != "none" else 0.0,
             committed=setup.start,
         )
         self._event("epoch", number=1, members=[m.node for m in self.epoch.alive], segments=setup.segments)

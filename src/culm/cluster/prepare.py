@@ -67,6 +67,7 @@ def prepare(job: Job, request: Request, *, progress: Told = lambda *_: None) -> 
         resume=manifest.step if manifest is not None else None,
         resume_from=_checkpoints(request.resume) if request.resume else None,
         facts=facts,
+        suspect_after=request.suspect_after,
         eager=eager,
         joint=_joint(job),
         costs=_segment_costs(profile, cuts),

@@ -10,6 +10,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from culm import errors
+from culm.cluster.timeouts import derive
 from culm.errors import CulmError, RunError, UsageError
 from culm.schedule import SCHEDULES
 
@@ -40,6 +41,7 @@ class Request:
     cuts: tuple[int, ...] | None = None
     """The layers at which segments 1, 2, ... begin; None: cut so that the slowest stage is as fast as possible."""
     gate: Gate | None = None
+    suspect_after: float = 5.0
 
     def __post_init__(self) -> None:
         _known("schedule", self.schedule, SCHEDULES)
@@ -47,6 +49,7 @@ class Request:
         for field in ("pipelines", "stages", "nodes", "keep_last", "memory"):
             _at_least(1, field, getattr(self, field))
         _at_least(0, "checkpoint_every", self.checkpoint_every)
+        derive(self.suspect_after)
         if self.checkpoint_every and self.out is None:
             raise UsageError("--checkpoint-every needs a folder to write to: add --out, as in --out runs/a")
 
@@ -86,6 +89,8 @@ class Setup(msgspec.Struct, frozen=True):
     resume: int | None = None
     resume_from: str | None = None
     facts: dict[str, str | int | float | bool | list[list[str]] | None] = {}
+    suspect_after: float = 5.0
+    """Seconds after which a silent machine is taken for dead; every other timeout follows from it."""
     eager: bool = False
     """Whether shadows run forwards ahead."""
     joint: bool = False

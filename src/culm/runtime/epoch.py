@@ -67,6 +67,8 @@ class Epoch(msgspec.Struct, frozen=True, tag="epoch"):
     """Whether shadows run the forward of their replicas where they would otherwise wait."""
     committed: int = 0
     """Steps below this number are committed."""
+    beat_s: float = 0.0
+    """Seconds between two beats of a worker; 0: none."""
     reset: bool = True
     """Whether workers build or load their layers anew; otherwise they go on with what they have in hand."""
     recovery: Recovery = Recovery()
@@ -100,6 +102,16 @@ class Report(msgspec.Struct, frozen=True, tag="standing"):
     node: int
     epoch: int
     standing: Standing
+
+
+class Beat(msgspec.Struct, frozen=True, tag="beat"):
+    """A worker to the leader, now and then: so much have I done in this epoch."""
+
+    node: int
+    epoch: int
+    done: int
+    slowest_s: float
+    """The longest action so far: who has such may be silent for as long."""
 
 
 class Level(msgspec.Struct, frozen=True, tag="level"):
@@ -216,6 +228,7 @@ Message: TypeAlias = (
     Epoch
     | Halt
     | Report
+    | Beat
     | Level
     | Hello
     | Ready

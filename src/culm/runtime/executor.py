@@ -73,6 +73,9 @@ class Executor:
         self.groups: dict[tuple[int, tuple[int, ...]], Group] = {}
         self.wiring = Wiring(epoch.recovery, self.plan.segments)
         self.shadows: Shadows | None = None
+        self.done = 0
+        """Actions that were run: whoever waits for nothing more moves this."""
+        self.slowest_s = 0.0
         self.tapes_peak = 0
         self.waited_s = 0.0
         self.spans: collections.deque[tuple[int, str, float, float]] = collections.deque(maxlen=4096)
@@ -227,7 +230,10 @@ class Executor:
         if kind in (Kind.B, Kind.W):
             self.desk.book(step, op.action.segment, op.segment).count(micro)
         await self._hand_on(step, op, values)
-        self.spans.append((step, op.label, start, self.clock.now()))
+        end = self.clock.now()
+        self.spans.append((step, op.label, start, end))
+        self.done += 1
+        self.slowest_s = max(self.slowest_s, end - start)
 
     async def _given(self, step: int, op: Op) -> Any:
         """The tensors that an action starts from: from a frame, or left at home by an action of this worker."""

@@ -147,18 +147,29 @@ class Worker:
 
     async def _train(self, epoch: Epoch) -> None:
         """The life of an epoch here. An error becomes one letter to the leader."""
-        executor = None
+        executor = beating = None
         try:
             await self.clock.work(self.node, epoch.start, "adopt")
             executor = await self._prepare(epoch)
+            beating = asyncio.create_task(self._beat(executor)) if epoch.beat_s else None
             await self._run_epoch(executor)
         except (asyncio.CancelledError, EpochClosed):
             raise
         except Exception as error:
             self.transport.post(epoch.leader, encode(failure(self.node, error)))
         finally:
+            if beating is not None:
+                beating.cancel()
             if executor is not None:
                 executor.leave()
+
+    async def _beat(self, executor: Executor) -> None:
+        """Tell the leader now and then how far this worker has come. A worker that stands still says so."""
+        epoch = executor.epoch
+        while True:
+            beat = letters.Beat(self.node, epoch.number, executor.done, executor.slowest_s)
+            self.transport.post(epoch.leader, encode(beat))
+            await self.clock.sleep(epoch.beat_s)
 
     async def _run_epoch(self, executor: Executor) -> None:
         epoch = executor.epoch

@@ -17,7 +17,7 @@ PEERS = frozenset(("shadow", "shadow-lazy", "reroute"))
 SHADOWS = frozenset(("shadow", "shadow-lazy"))
 """Strategies under which a worker holds the layers of its successor, too."""
 _LETHAL = {"kill": 8, "group": 3, "long pause": 2, "partition": 2}
-_HARMLESS = {"pause": 3, "late": 1, "slow link": 1, "slow disk": 1, "reorder": 1}
+_HARMLESS = {"pause": 3, "late": 1, "slow link": 1, "slow disk": 1, "reorder": 1, "lose": 1}
 """What is drawn, and how often beside the others."""
 
 
@@ -103,6 +103,8 @@ class _Drawing:
                 return faults.late(node, other, seconds=seconds, nth=self.dice.randint(1, 30))
             case "slow link":
                 return faults.slow_link(node, other, latency=round(seconds / 20, 4))
+            case "lose" if self.strategy != "none":
+                return faults.lose(node, other, nth=self.dice.randint(1, 40))
             case "slow disk":
                 return faults.slow_disk(node, seconds=seconds)
         return faults.reorder(seconds=round(seconds / 20, 4), seed=self.dice.randrange(1000))
