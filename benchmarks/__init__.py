@@ -6,5 +6,7 @@ rank      what runs inside such a process: its stages under torch's schedule
 peer      TorchPipeline: the side culm is compared with
 paired    alternating rounds, the median ratio and its interval
 overhead  what torch's schedule runtime costs when there is nothing to compute
+planner   `culm bench planner`: how good plans are, and how long planning takes
+optima    random cases with proved optima
 pipeline  `culm bench pipeline`: the rows, the JSON, the table
 """

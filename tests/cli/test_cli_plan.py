@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from culm.cli import main
+from culm.plan import LayerCost, Profile
 from culm.schedule import Action, Plan, check
 
 from .command import one_sentence
@@ -91,8 +94,8 @@ def test_the_schedule_in_the_json_is_one_that_can_run(capsys: pytest.CaptureFixt
         (["--times", "Q=1"], "--times has 'Q=1'"),
         (["--memory", "lots"], "--memory 'lots' is no number of activations: use none, 1f1b, or a number"),
         (["--memory", "0"], "memory is 0"),
-        (["--solver", "cp-sat"], "--solver cp-sat is not there yet: use --solver greedy"),
-        (["--solver", "magic"], "there is no --solver 'magic': use greedy"),
+        (["--solver", "magic"], "there is no --solver 'magic': use greedy or cp-sat"),
+        (["--solver", "cp-sat", "--limit", "0"], "the time limit is 0.0 s: use a number above 0"),
         (["--micro-batches", "2"], "micro_batches is 2, fewer than the 3 pipelines"),
         (["--stages", "0"], "stages is 0: use a whole number of at least 1"),
     ],
@@ -119,3 +122,124 @@ def test_it_needs_neither_torch_nor_numpy() -> None:
     )
     assert ended.returncode == 0
     assert b"27 a step" in ended.stdout
+
+
+def shown(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as end:
+        main(["plan", *options])
+    found = capsys.readouterr()
+    assert isinstance(end.value.code, int)
+    return end.value.code, found.out, found.err
+
+
+BERT = ("--model", "bert-large", "--instance", "p3.2xlarge")
+
+
+def test_a_table_of_choices_is_within_the_budget_best_first(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = shown(capsys, *BERT, "--nodes", "4..16", "--budget", "5/h", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["choices"]
+    assert all(4 <= row["nodes"] <= 16 and row["usd_per_h"] <= 5 for row in found["choices"])
+    goodput = [row["goodput"] for row in found["choices"]]
+    assert goodput[1:] == sorted(goodput[1:], reverse=True)
+    assert goodput[0] >= 0.98 * max(goodput)
+    assert {"slots", "bound", "gap", "peak_activations", "solver", "schedule"} <= set(found)
+
+
+def test_the_table_for_people_says_why_and_of_when_the_prices_are(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = shown(capsys, *BERT, "--nodes", "8", "--on", "2022-06-30")
+    assert code == 0
+    assert "samples/s for 7.34 $/h" in out
+    assert "0.918 $/h spot" in out
+    assert "2022-01-01" in out
+
+
+def test_a_shape_of_a_model_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = shown(capsys, *BERT, "--pipelines", "2", "--stages", "4", "--micro-batches", "16", "--explain")
+    assert code == 0
+    assert "32 samples in 16 micro-batches of 2" in out
+    for told in ("gap to the bound", "failures, spread as well as can be", "re-route, split, stagger", "0.3  "):
+        assert told in out
+
+
+def test_a_shape_of_a_model_as_json_has_the_keys_of_every_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = shown(capsys, *BERT, "--pipelines", "2", "--stages", "2", "--micro-batches", "8", "--json")
+    found = json.loads(out)
+    assert found["pipelines"] == found["stages"] == 2
+    assert list(found["slowdowns"]) == ["1", "2"]
+    assert found["choice"]["usd_per_h"] > 0
+    assert found["slots"] == pytest.approx(found["choice"]["step_s"])
+
+
+def test_a_profile_is_planned_and_the_best_choice_written_for_the_simulator(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    block = LayerCost(
+        name="block",
+        forward_s=0.01,
+        input_s=0.01,
+        weight_s=0.01,
+        parameter_bytes=10**8,
+        state_bytes=3 * 10**8,
+        activation_bytes=10**7,
+        output_bytes=10**6,
+    )
+    profile, plan = tmp_path / "p.json", tmp_path / "plan.toml"
+    Profile(layers=(block,) * 8, device="cpu", micro_batch=4, threads=1, source="measured").save(profile)
+    options = ("--instance", "g5.xlarge", "--nodes", "4..8", "--budget", "40/h", "--out", str(plan))
+    code, out, _ = shown(capsys, "--profile", str(profile), *options)
+    assert code == 0
+    assert "32 micro-batches a step are assumed" in out
+    found = tomllib.loads(plan.read_text())
+    assert found["instance"] == "g5.xlarge"
+    assert len(found["times"]["forward"]) == found["stages"]
+    assert found["pipelines"] * found["stages"] <= 8
+
+
+def test_the_timeline_and_the_plan_are_written_where_asked(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    picture, text = tmp_path / "plan.svg", tmp_path / "plan.txt"
+    printed(capsys, "--fail", "2.2", "--svg", str(picture), "--out", str(text))
+    assert picture.read_text().startswith("<svg")
+    assert check(Plan.from_text(text.read_text())).peak == 9
+
+
+def test_every_way_to_go_on_is_in_the_explanation(capsys: pytest.CaptureFixture[str]) -> None:
+    found = as_json(capsys, "--fail", "2.2", "--explain")
+    assert {"re-route", "shadow", "fewer pipelines", "uneven pipelines"} <= {way["name"] for way in found["remedies"]}
+
+
+def test_the_solver_proves_what_the_rules_can_not(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("ortools")
+    found = as_json(capsys, "--fail", "2.2", "--no-stagger", "--solver", "cp-sat")
+    assert (found["slots"], found["bound"], found["solver"]) == (29, 29, "cp-sat")
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--model", "bert-larg", "--instance", "p3.2xlarge"], "did you mean bert-large?"),
+        (["--model", "bert-large", "--instance", "p3.2xlrge"], "did you mean p3.2xlarge?"),
+        (["--model", "bert-large"], "--model needs an instance"),
+        (["--model", "bert-large", "--instance", "c5n.2xlarge"], "has no accelerator to train on"),
+        ([*BERT, "--nodes", "16..64", "--budget", "1/h"], "use --budget 7/h"),
+        ([*BERT, "--nodes", "64..16"], "nodes is 64..16"),
+        ([*BERT, "--nodes", "many"], "--nodes 'many' is no number of nodes"),
+        ([*BERT, "--budget", "much"], "--budget 'much' is no price"),
+        ([*BERT, "--pipelines", "4", "--stages", "60"], "use --stages 26"),
+        ([*BERT, "--pipelines", "4", "--stages", "8", "--nodes", "16"], "use --nodes 32"),
+        ([*BERT, "--micro-batch", "3"], "can not be cut into micro-batches of 3: use a divisor of 256"),
+        ([*BERT, "--precision", "int8"], "precision is 'int8'"),
+        ([*BERT, "--losses", "-1"], "Risk.losses is -1.0"),
+        ([*BERT, "--profile", "p.json"], "--model and --profile both say what is trained"),
+        (["--model", "gpt-3-175b", "--instance", "g4dn.xlarge"], "use a device with more, as V100-32GB"),
+        (["--profile", "/nowhere/p.json"], "the profile '/nowhere/p.json' could not be read"),
+        (["--pipelines", "3"], "--stages is missing"),
+    ],
+)
+def test_what_can_not_be_had_ends_with_one_sentence_and_the_nearest(
+    capsys: pytest.CaptureFixture[str], options: list[str], sentence: str
+) -> None:
+    code, out, err = shown(capsys, *options)
+    assert (code, out) == (2, "")
+    assert sentence in one_sentence(err)

@@ -70,7 +70,7 @@ def test_a_killed_process_ends_the_run_with_the_number_of_its_node(
     nursery: LocalNursery, pipelines: int, victim: str
 ) -> None:
     """Also where the others were adding up with it and heard of it first."""
-    request = Request(pipelines=pipelines, stages=2 // pipelines)
+    request = Request(pipelines=pipelines, stages=2 // pipelines, strategy="none")
     found, node = outcome(nursery, job(steps=10**6), request, victim)
     assert found.error == "NodeLost"
     assert found.message.startswith(f"node {node}")

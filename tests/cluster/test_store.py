@@ -1,19 +1,23 @@
-"""What the store promises its clients: in its own process, over memory, and over sockets."""
+"""What the store promises its clients: in its own process, over memory, over sockets, and in etcd."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from culm.cluster.etcd import EtcdStore
 from culm.cluster.store import Change, MemoryStore, RemoteStore, Store, StoreServer
 from culm.errors import RunError
+from culm.providers.etcd import PrivateEtcd
 from culm.testing import run_virtual
 from culm.transport.base import Transport
 from culm.transport.memory import MemoryNetwork
@@ -72,6 +76,28 @@ class World:
             self.serving = None
 
 
+@dataclass
+class EtcdWorld:
+    """The keys of one job in etcd, and clients that come and go."""
+
+    etcd: PrivateEtcd
+    job: str
+    _here: list[EtcdStore] = field(default_factory=list)
+
+    async def client(self) -> Store:
+        self._here.append(await EtcdStore.open(self.etcd.access, self.job))
+        return self._here[-1]
+
+    async def leave(self, client: Store) -> None:
+        assert isinstance(client, EtcdStore)
+        self._here.remove(client)
+        await client.close()
+
+    async def end(self) -> None:
+        for client in self._here:
+            await client.close()
+
+
 async def _read(store: RemoteStore, transport: Transport) -> None:
     while True:
         sender, body = await transport.letter()
@@ -113,14 +139,46 @@ class Side:
             await made.end()
 
 
+@dataclass(frozen=True)
+class EtcdSide:
+    etcd: PrivateEtcd
+    _jobs: ClassVar[Iterator[int]] = itertools.count()
+
+    @staticmethod
+    def run(main: Coroutine[Any, Any, None]) -> None:
+        patiently(main)
+
+    @asynccontextmanager
+    async def world(self) -> AsyncIterator[EtcdWorld]:
+        made = EtcdWorld(self.etcd, f"job-{next(self._jobs)}")
+        try:
+            yield made
+        finally:
+            await made.end()
+
+
 HERE = Side("here", run_virtual, None)
 MEMORY = Side("memory", run_virtual, memory)
 SOCKETS = Side("sockets", patiently, sockets)
 FAR = [MEMORY, SOCKETS]
 
 
+@pytest.fixture(scope="module")
+def etcd() -> Iterator[PrivateEtcd]:
+    with contextlib.closing(PrivateEtcd()) as private:
+        asyncio.run(private.start())
+        yield private
+
+
+@pytest.fixture(params=[HERE, *FAR, pytest.param(None, id="etcd", marks=pytest.mark.real)], ids=lambda side: side.name)
+def side(request: pytest.FixtureRequest) -> Side | EtcdSide:
+    found: Side | None = request.param
+    return found or EtcdSide(request.getfixturevalue("etcd"))
+
+
 @pytest.fixture(params=[HERE, *FAR], ids=lambda side: side.name)
-def side(request: pytest.FixtureRequest) -> Side:
+def own(request: pytest.FixtureRequest) -> Side:
+    """Whose keys lie in a MemoryStore."""
     found: Side = request.param
     return found
 
@@ -158,7 +216,7 @@ async def gone(store: Store, key: str) -> None:
                 return
 
 
-def test_a_key_has_the_value_that_was_put_last(side: Side) -> None:
+def test_a_key_has_the_value_that_was_put_last(side: Side | EtcdSide) -> None:
     async def main() -> None:
         async with side.world() as world:
             one, other = await world.client(), await world.client()
@@ -170,7 +228,7 @@ def test_a_key_has_the_value_that_was_put_last(side: Side) -> None:
     side.run(main())
 
 
-def test_an_empty_value_is_a_value(side: Side) -> None:
+def test_an_empty_value_is_a_value(side: Side | EtcdSide) -> None:
     async def main() -> None:
         async with side.world() as world:
             store = await world.client()
@@ -181,7 +239,7 @@ def test_an_empty_value_is_a_value(side: Side) -> None:
     side.run(main())
 
 
-def test_a_swap_sets_a_key_only_from_the_value_it_names(side: Side) -> None:
+def test_a_swap_sets_a_key_only_from_the_value_it_names(side: Side | EtcdSide) -> None:
     async def main() -> None:
         async with side.world() as world:
             store = await world.client()
@@ -194,7 +252,7 @@ def test_a_swap_sets_a_key_only_from_the_value_it_names(side: Side) -> None:
     side.run(main())
 
 
-def test_of_many_that_swap_at_once_one_succeeds(side: Side) -> None:
+def test_of_many_that_swap_at_once_one_succeeds(side: Side | EtcdSide) -> None:
     async def main() -> None:
         async with side.world() as world:
             stores = [await world.client() for _ in range(5)]
@@ -205,7 +263,7 @@ def test_of_many_that_swap_at_once_one_succeeds(side: Side) -> None:
     side.run(main())
 
 
-def test_a_watch_sees_what_is_there_then_every_change_in_order(side: Side) -> None:
+def test_a_watch_sees_what_is_there_then_every_change_in_order(side: Side | EtcdSide) -> None:
     async def main() -> None:
         async with side.world() as world:
             writer, reader = await world.client(), await world.client()
@@ -228,7 +286,25 @@ def test_a_watch_sees_what_is_there_then_every_change_in_order(side: Side) -> No
     side.run(main())
 
 
-def test_session_keys_go_with_their_client_and_others_stay(side: Side) -> None:
+def test_a_key_that_is_deleted_is_gone_and_can_come_back(side: Side | EtcdSide) -> None:
+    async def main() -> None:
+        async with side.world() as world:
+            writer, reader = await world.client(), await world.client()
+            await writer.put("nodes/0", b"a", session=True)
+            watching = asyncio.create_task(seen(reader, "nodes/", 3))
+            await standing(reader)
+            await writer.delete("nodes/1")
+            await writer.delete("nodes/0")
+            assert await reader.get("nodes/0") is None
+            assert await writer.swap("nodes/0", None, b"b")
+            assert await watching == [Change("nodes/0", b"a"), Change("nodes/0", None), Change("nodes/0", b"b")]
+            await world.leave(writer)
+            assert await reader.get("nodes/0") == b"b"  # it was put anew, and not for a session
+
+    side.run(main())
+
+
+def test_session_keys_go_with_their_client_and_others_stay(side: Side | EtcdSide) -> None:
     async def main() -> None:
         async with side.world() as world:
             node, other = await world.client(), await world.client()
@@ -244,7 +320,7 @@ def test_session_keys_go_with_their_client_and_others_stay(side: Side) -> None:
     side.run(main())
 
 
-def test_a_watch_sees_a_session_key_go(side: Side) -> None:
+def test_a_watch_sees_a_session_key_go(side: Side | EtcdSide) -> None:
     async def main() -> None:
         async with side.world() as world:
             node, other = await world.client(), await world.client()
@@ -257,7 +333,7 @@ def test_a_watch_sees_a_session_key_go(side: Side) -> None:
     side.run(main())
 
 
-def test_a_key_belongs_to_the_session_that_wrote_it_last(side: Side) -> None:
+def test_a_key_belongs_to_the_session_that_wrote_it_last(side: Side | EtcdSide) -> None:
     async def main() -> None:
         async with side.world() as world:
             first, second, witness = [await world.client() for _ in range(3)]
@@ -277,9 +353,9 @@ def test_a_key_belongs_to_the_session_that_wrote_it_last(side: Side) -> None:
     side.run(main())
 
 
-def test_a_watch_that_ended_costs_nothing_any_more(side: Side) -> None:
+def test_a_watch_that_ended_costs_nothing_any_more(own: Side) -> None:
     async def main() -> None:
-        async with side.world() as world:
+        async with own.world() as world:
             store = await world.client()
             await store.put("nodes/0", b"")
             for _ in range(3):
@@ -289,7 +365,7 @@ def test_a_watch_that_ended_costs_nothing_any_more(side: Side) -> None:
             await store.put("nodes/0", b"")  # and late news of it break nothing
             assert await store.get("nodes/0") == b""
 
-    side.run(main())
+    own.run(main())
 
 
 def test_the_watches_of_a_client_that_is_gone_cost_nothing_any_more(far: Side) -> None:

@@ -161,4 +161,4 @@ def test_a_script_that_fails_fails_the_simulation() -> None:
         raise ZeroDivisionError("in the script")
 
     with pytest.raises(ZeroDivisionError):
-        simulate(job(steps=10**6), stages=2, script=script)
+        simulate(job(steps=10**6), stages=2, strategy="none", script=script)

@@ -279,7 +279,7 @@ def test_code_of_the_user_that_raises_is_named() -> None:
     with pytest.raises(
         LayerFailed, match=r"node 1: layer 2 \(Faulty\) raised ValueError on input \(2, 6\) float32: seven"
     ):
-        simulate(around(Dense, Faulty), stages=2)
+        simulate(around(Dense, Faulty), stages=2, strategy="none")
     for schedule in ("1f1b", "zb"):
         with pytest.raises(LayerFailed, match=r"the backward of layer 2 \(OneWay\).* raised ValueError: not backwards"):
-            simulate(around(Dense, OneWay), stages=2, schedule=schedule, cuts=(2,))
+            simulate(around(Dense, OneWay), stages=2, schedule=schedule, cuts=(2,), strategy="none")

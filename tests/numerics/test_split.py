@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeAlias
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from culm.errors import LayerFailed
+from culm.runtime import split
 from culm.runtime.call import Manner
 from culm.runtime.keys import seed_layer
 from culm.runtime.segment import Segment
@@ -135,6 +137,19 @@ def test_two_halves_are_one_backward_bit_for_bit(graph: Graph) -> None:
         assert torch.equal(weight.grad, theirs)  # type: ignore[arg-type]
 
 
+def test_the_second_halves_of_several_graphs_may_run_at_once() -> None:
+    pieces, found = [], []
+    for graph in GRAPHS:
+        inputs, weights = leaves()
+        outputs = [o for o in graph(inputs, weights) if o.requires_grad]
+        pieces.append(input_half(outputs, [o.detach().cos() for o in outputs], inputs)[1])
+        found.append(weights)
+    weight_half(*pieces)
+    for graph, weights in zip(GRAPHS, found, strict=True):
+        for weight, theirs in zip(weights, fused(graph)[1], strict=True):
+            assert torch.equal(weight.grad, theirs), graph  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("index", range(len(ZOO)))
 def test_two_halves_of_any_layer_are_one_backward(index: int) -> None:
     torch.manual_seed(index)
@@ -206,9 +221,56 @@ def test_nothing_of_the_graph_outlives_the_second_half(graph: Graph) -> None:
         gc.enable()
 
 
-def segment(**changes: Any) -> Segment:
+def segment(layers: Sequence[int] = (1, 2), *, halves: bool = False, **changes: Any) -> Segment:
     job = but(tiny_gpt, **changes)
-    return Segment(job, State(job, [1, 2]), [1, 2])
+    made = Segment(job, State(job, layers), layers)
+    made.halves = halves
+    return made
+
+
+def test_a_segment_whose_backward_is_halved_learns_the_same() -> None:
+    x, gradient = torch.randn(2, 5, 8).requires_grad_(), torch.randn(2, 5, 8)
+    whole, halved = segment(), segment(halves=True)
+    (out,), _ = whole.forward(0, 0, (x,))
+    (same,), _ = halved.forward(0, 0, (x,))
+    assert torch.equal(out, same)
+    (theirs,) = whole.backward(0, 0, (gradient,))
+    (mine,) = halved.backward_input(0, 0, (gradient,))
+    halved.backward_weight(0, 0)
+    assert mine is not None
+    assert theirs is not None
+    assert torch.equal(mine, theirs)
+    for one, other in zip(whole.layers, halved.layers, strict=True):
+        assert torch.equal(one.accumulator.total, other.accumulator.total)
+
+
+def test_a_segment_makes_short_pieces_once_its_backward_came_in_halves() -> None:
+    part, x = segment(), torch.randn(2, 5, 8).requires_grad_()
+    lengths = []
+    for micro in range(3):
+        (out,), _ = part.forward(0, micro, (x,))
+        lengths.append([len(piece.layers) for piece in part.tapes[0, micro].pieces])
+        if micro == 0:
+            part.backward_input(0, micro, (torch.ones_like(out),))
+            part.backward_weight(0, micro)
+        else:
+            part.backward(0, micro, (torch.ones_like(out),))
+    assert lengths == [[2], [1, 1], [2]]
+
+
+def test_the_engine_runs_no_oftener_for_many_layers_than_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In W: it costs as much to start as a small layer, and looks at all that lies below each weight."""
+    engine = Mock(wraps=split._engine)
+    monkeypatch.setattr(split, "_engine", engine)
+    counts = []
+    for layers in ([1], [1, 2]):
+        part = segment(layers, halves=True)
+        (out,), _ = part.forward(0, 0, (torch.randn(2, 5, 8).requires_grad_(),))
+        part.backward_input(0, 0, (torch.ones_like(out),))
+        engine.reset_mock()
+        part.backward_weight(0, 0)
+        counts.append(engine.call_count)
+    assert counts[0] == counts[1] > 0
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -40,8 +40,8 @@ def job(**fields: Any) -> Job:
 
 
 def run(out: str, described: Job | None = None, **request: Any) -> Simulated:
-    cost = {"cost": lambda *_: 0.01}
-    return simulate(described or job(), **{"pipelines": 2, "stages": 2, "out": out, **cost, **request})
+    asked = {"pipelines": 2, "stages": 2, "out": out, "strategy": "none", "cost": lambda *_: 0.01}
+    return simulate(described or job(), **{**asked, **request})
 
 
 def text(out: str, name: str) -> str:

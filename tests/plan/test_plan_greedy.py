@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from itertools import product
 
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 
 from culm.errors import CulmError, PlanError, ScheduleError
 from culm.plan import Case, Memory, Slot, absorbed, bound, explain, greedy, period
-from culm.plan.greedy import RULES, duration, plan_of
+from culm.plan.greedy import RULES, SHUFFLED, duration, plan_of
 from culm.schedule import Action, Costs, Kind, check, timing
 
 HURT = Case(pipelines=3, stages=4, micro_batches=18, failed=frozenset({Slot(2, 2)}))
@@ -210,7 +209,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 @settings(max_examples=120, deadline=None)
-@given(cases(), st.sampled_from(RULES))
+@given(cases(), st.sampled_from(RULES + SHUFFLED))
 def test_every_plan_of_every_rule_can_run_and_is_no_shorter_than_the_bound(case: Case, rule: object) -> None:
     plan = plan_of(case, rule)  # type: ignore[arg-type]
     report = check(plan)
@@ -235,6 +234,6 @@ def test_failed_slots_are_never_used_and_peers_share_their_work_evenly(case: Cas
 def test_the_best_plan_is_as_short_as_it_says_and_as_short_as_any_rule_makes_it(case: Case) -> None:
     found = greedy(case)
     assert found.slots == duration(case, found.plan)
-    assert math.isclose(found.slots, min(duration(case, plan_of(case, rule)) for rule in RULES), abs_tol=1e-9)
+    assert found.slots <= min(duration(case, plan_of(case, rule)) for rule in RULES) * (1 + 1e-9)
     assert found.gap >= 0
     assert found.slots <= timing(found.plan, case.costs).makespan * (1 + 1e-9)

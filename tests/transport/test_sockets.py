@@ -49,6 +49,25 @@ def test_a_large_frame_is_received_while_the_receiver_computes() -> None:
     patiently(main())
 
 
+def test_a_letter_ends_the_look_out_for_a_frame() -> None:
+    """Who watches for a frame holds its loop up; a letter may say that the frame will never come."""
+
+    async def main() -> None:
+        a, b = SocketTransport(secret=SECRET), SocketTransport(secret=SECRET, look_out=2 * PATIENCE_S)
+        try:
+            await hello(a, b)
+            waiting = asyncio.create_task(b.receive(key()))
+            a.post(b.address, b"never mind")
+            assert await b.letter() == Letter(a.address, b"never mind")
+            assert not waiting.done()
+            waiting.cancel()
+        finally:
+            await a.close()
+            await b.close()
+
+    patiently(main())
+
+
 async def hello(a: object, b: object) -> None:
     """A connection from a to b stands."""
     assert isinstance(a, SocketTransport)

@@ -4,6 +4,8 @@
     profile   what each layer costs
     plan      a step in which slots have failed
     schedule  a schedule as a picture
+    simulate  what a run would cost
+    trace     how machines came and went
     export    the weights of a checkpoint as one file
     bench     how fast it is, beside others
     chaos     random runs that go wrong in random ways
@@ -26,7 +28,7 @@ from typing import Annotated, cast
 import typer
 
 import culm
-from culm.cli import bench, chaos, export, plan, profile, run, schedule
+from culm.cli import bench, chaos, export, plan, profile, run, schedule, simulate, trace
 from culm.cli.failing import say
 
 app = typer.Typer(
@@ -39,6 +41,8 @@ app.command("run")(run.run)
 app.command("profile")(profile.profile)
 app.command("plan")(plan.plan)
 app.command("schedule")(schedule.schedule)
+app.command("simulate")(simulate.simulate)
+app.add_typer(trace.app, name="trace")
 app.command("export")(export.export)
 app.command("bench")(bench.bench)
 app.command("chaos")(chaos.chaos)

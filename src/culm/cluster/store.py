@@ -1,7 +1,7 @@
 """The store: the few facts that all nodes agree on. Keys, compare-and-swap, watches, and keys that end with a session.
 
 `MemoryStore` is the thing itself: simulated clusters use it directly, and `StoreServer` lends it to other processes
-over the same transport that carries everything else.
+over the same transport that carries everything else. `etcd/` keeps the same promises over etcd.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ class Store(Protocol):
     async def swap(self, key: str, old: bytes | None, new: bytes, *, session: bool = False) -> bool:
         """Set a key if it has the value `old` (None: if it is not there). False: somebody was faster."""
 
+    async def delete(self, key: str) -> None:
+        """Remove a key; one that is not there is no error."""
+
     def watch(self, prefix: str) -> AsyncGenerator[Change, None]:
         """What is there, by name, then every change in order. Ends with the generator (contextlib.aclosing)."""
 
@@ -78,6 +81,11 @@ class MemoryStore:
             return False
         self.write(key, new, session)
         return True
+
+    def delete(self, key: str) -> None:
+        """Nobody hears of what was not there."""
+        if key in self._values:
+            self.write(key, None)
 
     def end(self, session: str) -> None:
         """The client is gone, and its session keys with it."""
@@ -117,6 +125,9 @@ class StoreClient:
     async def swap(self, key: str, old: bytes | None, new: bytes, *, session: bool = False) -> bool:
         return self._store.swap(key, old, new, self._session if session else None)
 
+    async def delete(self, key: str) -> None:
+        self._store.delete(key)
+
     async def watch(self, prefix: str) -> AsyncGenerator[Change, None]:
         queue: asyncio.Queue[Change] = asyncio.Queue()
         end = self._store.listen(prefix, queue.put_nowait)
@@ -147,6 +158,11 @@ class Swap(msgspec.Struct, frozen=True, tag="swap"):
     session: bool
 
 
+class Delete(msgspec.Struct, frozen=True, tag="delete"):
+    call: int
+    key: str
+
+
 class Watch(msgspec.Struct, frozen=True, tag="watch"):
     call: int
     prefix: str
@@ -169,7 +185,7 @@ class News(msgspec.Struct, frozen=True, tag="news"):
     value: bytes | None
 
 
-Call: TypeAlias = Get | Put | Swap | Watch | Unwatch
+Call: TypeAlias = Get | Put | Swap | Delete | Watch | Unwatch
 Answer: TypeAlias = Reply | News
 _encode = msgspec.msgpack.Encoder().encode
 _calls = msgspec.msgpack.Decoder(Call)
@@ -215,6 +231,9 @@ class StoreServer:
                 return Reply(call)
             case Swap(call, key, old, new, session):
                 return Reply(call, done=self._store.swap(key, old, new, client if session else None))
+            case Delete(call, key):
+                self._store.delete(key)
+                return Reply(call)
             case Watch(call, prefix):
                 self._watches.setdefault(client, {})[call] = self._watch(client, call, prefix)
             case Unwatch(call):
@@ -290,6 +309,9 @@ class RemoteStore:
 
     async def swap(self, key: str, old: bytes | None, new: bytes, *, session: bool = False) -> bool:
         return (await self._ask(Swap(next(self._numbers), key, old, new, session))).done
+
+    async def delete(self, key: str) -> None:
+        await self._ask(Delete(next(self._numbers), key))
 
     async def watch(self, prefix: str) -> AsyncGenerator[Change, None]:
         if self._broken:

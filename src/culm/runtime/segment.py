@@ -2,7 +2,9 @@
 
 A forward leaves a tape: pieces of autograd graph with detached ends. Where one tensor passes from layer to layer the
 piece goes on; where several do, it ends, so that the order in which autograd adds up gradients never depends on where
-the model is cut. With recomputation a piece is one layer, and its graph is made in the backward.
+the model is cut. With recomputation a piece is one layer, and its graph is made in the backward. A piece is one layer,
+too, where the backward comes in halves: for W the engine looks at all that lies below each weight, which had better be
+little.
 """
 
 from __future__ import annotations
@@ -76,6 +78,8 @@ class Segment:
         self.tapes: dict[tuple[int, int], Tape] = {}
         self.pattern: dict[int, Statistics] = {}
         """Statistics of some micro-batch, once one has run: all have the same shapes."""
+        self.halves = False
+        """Whether the last backward came in halves: then the next will, too."""
         self._loss_manner = Manner(exact=job.exact, draws=knows_outside(job.loss) or None)
         self._cast: Callable[[], AbstractContextManager[Any]] = nullcontext
         if job.precision == "bf16":
@@ -120,6 +124,7 @@ class Segment:
     def backward(self, step: int, micro: int, gradients: Gradients) -> Gradients:
         """B: gradients of the inputs; those of the weights are added to the sums."""
         tape = self.tapes.pop((step, micro))
+        self.halves = False
         for piece in self._pieces_backwards(tape):
             self._absorbed(piece, gradients)
             gradients = _taken(piece.inputs)
@@ -130,6 +135,7 @@ class Segment:
         """I: gradients of the inputs only. What W needs stays on the tape."""
         tape = self.tapes[step, micro]
         tape.halved = True
+        self.halves = True
         if not any(x.requires_grad for x in tape.inputs):
             tape.pending = gradients
             return tuple(None for _ in tape.inputs)
@@ -154,15 +160,15 @@ class Segment:
                 self._absorbed(piece, gradients)
                 gradients = _taken(piece.inputs)
         else:
-            for piece in tape.pieces:
-                with self._blame(piece):
-                    split.weight_half(piece.halfway)
+            with _Blame([layer for piece in reversed(tape.pieces) for layer in piece.layers]):
+                split.weight_half(*(piece.halfway for piece in tape.pieces))
         self._absorb()
 
     def _forward_taped(self, tape: Tape, values: Values) -> Values:
         piece = Piece(values, values, [])
+        short = self.halves and any(x.requires_grad for x in values)
         for layer in self.layers:
-            if piece.layers and len(values) > 1:
+            if piece.layers and (short or len(values) > 1):
                 piece.outputs = values
                 tape.pieces.append(piece)
                 values = tuple(handed_on(v) for v in values)

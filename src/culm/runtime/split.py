@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, _engine_run_backward, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 Gradients: TypeAlias = tuple[Tensor | None, ...]
 Nodes: TypeAlias = dict[Node, None]
@@ -37,20 +39,29 @@ class Bunch:
         self.edges += other.edges
         self.caught += other.caught
 
+    def arrived(self) -> list[tuple[GradientEdge, Tensor]]:
+        """The edges that a gradient arrived at, with it."""
+        return [(edge, g) for edge, g in zip(self.edges, self.caught, strict=True) if g is not None]
+
+    def clamped(self) -> list[RemovableHandle]:
+        """Hooks on the nodes that it hangs on, while W runs through them."""
+        pairs = self.arrived()
+        return [node.register_prehook(_clamp(node, pairs)) for node in self.hangs]
+
 
 def input_half(
     outputs: Sequence[Tensor], gradients: Sequence[Tensor] | None, inputs: Sequence[Tensor]
 ) -> tuple[Gradients, list[Bunch]]:
     """I: the gradients of `inputs`, and what W needs. `gradients` None: `outputs` is the loss."""
-    given = [torch.ones_like(o) for o in outputs] if gradients is None else list(gradients)
+    given = tuple(torch.ones_like(o) for o in outputs) if gradients is None else tuple(gradients)
     roots = [get_gradient_edge(output) for output in outputs]
     wanted = [x for x in inputs if x.requires_grad]
     graph = _Graph(roots, wanted)
     hanging = graph.hanging()
-    targets: list[Any] = [*wanted, *(edge for bunch in hanging for edge in bunch.edges)]
+    targets: tuple[Any, ...] = (*wanted, *(edge for bunch in hanging for edge in bunch.edges))
     found: Sequence[Tensor | None] = [None] * len(targets)
     if any(root.node in graph.leading for root in roots):
-        found = torch.autograd.grad(outputs, targets, given, retain_graph=True, allow_unused=True)
+        found = _engine(outputs, given, targets, keep=True, add=False)
     mine, arrived = iter(found), iter(found[len(wanted) :])
     for bunch in hanging:
         bunch.caught = [next(arrived) for _ in bunch.edges]
@@ -58,25 +69,40 @@ def input_half(
     return dinputs, _joined([*hanging, *graph.stray(roots, given)])
 
 
-def weight_half(bunches: Sequence[Bunch]) -> None:
-    """W: adds the gradients of the weights into their `.grad`."""
+def weight_half(*pieces: Sequence[Bunch]) -> None:
+    """W: adds the gradients of the weights into their `.grad`.
+
+    Each piece is what `input_half` found in a graph of its own. Such graphs share no node, so that a bunch of each is
+    done at once: to start the engine takes as long as a small layer does.
+    """
     # A bunch that hangs on several nodes runs through what lies between them, and another may hang there.
-    keep = any(len(bunch.hangs) > 1 for bunch in bunches)
-    for bunch in bunches:
-        pairs = [(edge, g) for edge, g in zip(bunch.edges, bunch.caught, strict=True) if g is not None]
-        hooks = [node.register_prehook(_clamp(node, pairs)) for node in bunch.hangs] if len(bunch.hangs) > 1 else []
-        try:
-            if pairs:
-                _run(pairs, [_leaf(node) for node in bunch.weights], keep=keep)
-        finally:
-            for hook in hooks:
-                hook.remove()
+    keep = any(len(bunch.hangs) > 1 for bunches in pieces for bunch in bunches)
+    for together in zip_longest(*pieces):
+        _run([bunch for bunch in together if bunch is not None], keep=keep)
 
 
-def _run(pairs: list[tuple[GradientEdge, Tensor]], weights: list[Any], *, keep: bool) -> None:
-    """torch.autograd.backward without its checks of the arguments, which take half of the time of a small layer."""
-    edges, gradients = zip(*pairs, strict=True)
-    _engine_run_backward(edges, gradients, keep, False, tuple(weights), allow_unreachable=True, accumulate_grad=True)
+def _run(bunches: Sequence[Bunch], *, keep: bool) -> None:
+    hooks = [hook for bunch in bunches if len(bunch.hangs) > 1 for hook in bunch.clamped()]
+    pairs = [pair for bunch in bunches for pair in bunch.arrived()]
+    weights = tuple(_leaf(node) for bunch in bunches for node in bunch.weights)
+    try:
+        if pairs:
+            edges, gradients = zip(*pairs, strict=True)
+            _engine(edges, gradients, weights, keep=keep, add=True)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _engine(
+    ends: Sequence[Any], given: Sequence[Tensor], wanted: Sequence[Any], *, keep: bool, add: bool
+) -> Sequence[Tensor | None]:
+    """torch.autograd.grad, or with `add` backward, without their checks of the arguments, which take half of the time
+    of a small layer. None: nothing arrived there."""
+    found: Sequence[Tensor | None] = _engine_run_backward(
+        tuple(ends), tuple(given), keep, False, tuple(wanted), allow_unreachable=True, accumulate_grad=add
+    )
+    return found
 
 
 def _whole(gradient: Tensor | None) -> Tensor | None:

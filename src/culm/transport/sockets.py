@@ -10,6 +10,7 @@ connection, which is our fastest sign of a lost node.
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import os
 import socket
@@ -44,6 +45,8 @@ class SocketTransport:
         self.address: Address = f"{host}:{self._listener.getsockname()[1]}"
         self.mailbox = Mailbox()
         self._letters: asyncio.Queue[Letter] = asyncio.Queue()
+        self._unseen: collections.deque[Letter] = collections.deque()
+        """Letters on their way from the thread that read them to the loop."""
         self._out: dict[Address, LinkOut] = {}
         self._lock = threading.Lock()
         self._pump = Pump(self._listener, self._accepted)
@@ -74,9 +77,9 @@ class SocketTransport:
 
     def _look_out(self, key: Key) -> Tensors | None:
         """Look for a frame for up to `look_out` seconds before going to sleep: waking up takes longer than most
-        frames do. The core is offered to others at every turn."""
+        frames do. The core is offered to others at every turn, and a letter ends the look-out: it may be urgent."""
         until = time.perf_counter() + self._look_out_s
-        while (found := self.mailbox.take(key)) is None and time.perf_counter() < until:
+        while (found := self.mailbox.take(key)) is None and not self._unseen and time.perf_counter() < until:
             os.sched_yield()
             self._pump.read()
         return found
@@ -124,9 +127,10 @@ class SocketTransport:
         threading.Thread(target=meet, name="culm-welcome", daemon=True).start()
 
     def _deliver(self, caller: Address, body: bytes | None) -> None:
-        """From the pump's thread: a letter, or the news that a connection broke."""
+        """From whichever thread reads: a letter, or the news that a connection broke."""
+        self._unseen.append(Letter(caller, body))
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
-            self._loop.call_soon_threadsafe(self._letters.put_nowait, Letter(caller, body))
+            self._loop.call_soon_threadsafe(lambda: self._letters.put_nowait(self._unseen.popleft()))
 
     def _lost(self, peer: Address) -> None:
         self._deliver(peer, None)

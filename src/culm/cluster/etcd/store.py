@@ -1,0 +1,215 @@
+"""The store over etcd: the same promises as the one in memory, for machines that come and go."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+from culm.cluster.etcd import blob, wire
+from culm.cluster.etcd.access import Access, check_job_name
+from culm.cluster.etcd.gateway import Gateway
+from culm.cluster.etcd.mirror import Mirror
+from culm.cluster.etcd.refusals import Unreachable
+from culm.cluster.etcd.session import Session, evict
+from culm.cluster.etcd.wire import KeyValue, RangeAnswer, prefix_end
+from culm.cluster.store import Change
+from culm.cluster.timeouts import derive
+from culm.errors import CulmError, UsageError
+from culm.runtime.clock import RealClock
+
+if TYPE_CHECKING:
+    from culm.cluster.timeouts import Timeouts
+    from culm.runtime.clock import Clock
+
+MAX_VALUE = 3 * 2**19 - 4096
+"""Bytes of a value, or of both values of a swap. etcd takes requests of 1.5 MiB, all told."""
+_PAGE = 500
+"""Keys in one answer when a watch begins."""
+
+
+class EtcdStore:
+    """A client of the store: all keys of one job, in etcd.
+
+    Calls of one client are served in the order in which they were made. While etcd is out of reach they wait; a write
+    happens once, however often it had to be sent. A client whose session is lost is fenced: it can write nothing from
+    then on, and every call and watch, those that wait and those to come, ends with RunError.
+    """
+
+    def __init__(self, gateway: Gateway, session: Session, home: str) -> None:
+        self._gateway, self._session, self._home = gateway, session, home
+        self._in_order = asyncio.Lock()
+
+    @classmethod
+    async def open(
+        cls,
+        access: Access,
+        job: str,
+        *,
+        timeouts: Timeouts | None = None,
+        clock: Clock | None = None,
+        note: Callable[[str], None] = lambda _: None,
+        patience_s: float = 5.0,
+    ) -> EtcdStore:
+        """Connect and begin a session. UsageError: the access is wrong, or nobody answers within `patience_s`.
+
+        `note` is told when etcd goes out of reach and when it is back.
+        """
+        times, clock = timeouts or derive(), clock or RealClock()
+        home = f"culm/{check_job_name(job)}/"
+        gateway = Gateway(access, clock, attempt_s=times.store_call, note=note)
+        session = Session(gateway, clock, home, times)
+        try:
+            await gateway.find(patience_s)
+            await asyncio.wait_for(session.begin(), patience_s + times.store_call)
+        except TimeoutError:
+            await gateway.close()
+            raise UsageError(f"--etcd: {gateway.endpoint} answers but takes no writes: are most members up?") from None
+        except BaseException:
+            await gateway.close()
+            raise
+        gateway.opened = True
+        return cls(gateway, session, home)
+
+    async def close(self) -> None:
+        """End the session, and its keys with it, at once; if etcd is out of reach they run out by themselves."""
+        await self._session.end()
+        await self._gateway.close()
+
+    async def __aenter__(self) -> EtcdStore:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def lost(self) -> CulmError:
+        """Wait until this client is fenced, or closed; returns why."""
+        return await asyncio.shield(self._gateway.ended)
+
+    async def get(self, key: str) -> bytes | None:
+        found = await self._read(key)
+        return None if found is None else found.value
+
+    async def put(self, key: str, value: bytes, *, session: bool = False) -> None:
+        _check_size(key, len(value))
+        await self._write([self._put(key, value, session)])
+
+    async def swap(self, key: str, old: bytes | None, new: bytes, *, session: bool = False) -> bool:
+        _check_size(key, len(old or b"") + len(new))
+        return await self._write([self._put(key, new, session)], [wire.equals(self._key(key), old)])
+
+    async def delete(self, key: str) -> None:
+        """Remove a key; one that is not there is no error."""
+        await self._write([wire.delete(self._key(key))])
+
+    async def watch(self, prefix: str) -> AsyncGenerator[Change, None]:
+        """What is there, by name, then every change in order, through outages, each once.
+
+        Only if an outage lasted until etcd had forgotten the changes since (compaction), what is told then is the
+        difference: the last value of what changed, and what is gone.
+        """
+        mirror = Mirror(f"{self._home}key/")
+        while True:
+            async with self._in_order:
+                there = mirror.settle(*await self._list(self._key(prefix)))
+            for change in there:
+                yield change
+            async with aclosing(self._follow(self._key(prefix), mirror)) as changes:
+                async for change in changes:
+                    yield change
+
+    async def evict(self, key: str) -> bool:
+        """End the session that a key belongs to, as if its machine were gone; False: there is no such session.
+
+        Its owner can write nothing any more and is told as soon as he asks.
+        """
+        found = await self._read(key)
+        if found is None or not found.lease:
+            return False
+        async with self._in_order:
+            await evict(self._gateway, self._session, self._home, found.lease)
+        return True
+
+    async def put_blob(self, data: bytes) -> str:
+        """Store up to 64 MiB under their SHA-256, which is returned. Done again, it does nothing."""
+        name = blob.name(data)
+        if await self._keys(blob.parts_key(self._home, name)):
+            return name
+        for key, part in blob.split(self._home, name, data):
+            await self._write([wire.put(key, part)])
+        return name
+
+    async def get_blob(self, name: str) -> bytes | None:
+        """A blob by its name; None: it is not there, or not whole."""
+        async with self._in_order:
+            _, parts = await self._list(blob.folder(self._home, name), page=1)
+        return blob.join(name, [kv.value for kv in parts])
+
+    async def keep_blobs(self, names: Iterable[str]) -> None:
+        """Remove all blobs but these."""
+        kept = set(names)
+        for name in sorted({blob.name_of(self._home, key) for key in await self._keys(blob.folder(self._home))}):
+            if name not in kept:
+                folder = blob.folder(self._home, name)
+                await self._write([wire.delete(folder, prefix_end(folder))])
+
+    async def erase(self) -> None:
+        """Remove every key and blob of the job; sessions end with their clients."""
+        for part in ("key/", "blob/"):
+            prefix = f"{self._home}{part}".encode()
+            await self._write([wire.delete(prefix, prefix_end(prefix))])
+
+    def _key(self, key: str) -> bytes:
+        return f"{self._home}key/{key}".encode()
+
+    def _put(self, key: str, value: bytes, session: bool) -> wire.Op:
+        return wire.put(self._key(key), value, self._session.lease if session else 0)
+
+    async def _write(self, then: list[wire.Op], condition: list[wire.Op] | None = None) -> bool:
+        async with self._in_order:
+            return await self._session.write(then, condition)
+
+    async def _read(self, key: str) -> KeyValue | None:
+        async with self._in_order:
+            found = await self._gateway.call("/v3/kv/range", {"key": self._key(key)}, RangeAnswer)
+        return found.kvs[0] if found.kvs else None
+
+    async def _keys(self, prefix: bytes) -> list[bytes]:
+        asked = {"key": prefix, "range_end": prefix_end(prefix), "keys_only": True}
+        async with self._in_order:
+            return [kv.key for kv in (await self._gateway.call("/v3/kv/range", asked, RangeAnswer)).kvs]
+
+    async def _list(self, prefix: bytes, page: int = _PAGE) -> tuple[int, list[KeyValue]]:
+        """All keys under a prefix at one revision, in pages, and that revision."""
+        revision, found, start = 0, list[KeyValue](), prefix
+        while True:
+            asked = {"key": start, "range_end": prefix_end(prefix), "limit": str(page), "revision": str(revision)}
+            answer = await self._gateway.call("/v3/kv/range", asked, RangeAnswer)
+            revision = revision or answer.header.revision
+            found += answer.kvs
+            if not answer.more:
+                return revision, found
+            start = answer.kvs[-1].key + b"\0"
+
+    async def _follow(self, prefix: bytes, mirror: Mirror) -> AsyncGenerator[Change, None]:
+        """Changes after what the mirror knows; ends when etcd has forgotten them."""
+        broke = 0
+        while True:
+            asked = {"key": prefix, "range_end": prefix_end(prefix), "start_revision": str(mirror.revision + 1)}
+            try:
+                async with aclosing(self._gateway.stream("/v3/watch", {"create_request": asked})) as messages:
+                    async for message in messages:
+                        if message.compact_revision:
+                            return
+                        broke = 0
+                        for change in mirror.apply(message.events):
+                            yield change
+            except Unreachable:
+                await self._gateway.rest(broke)
+                broke += 1
+
+
+def _check_size(key: str, size: int) -> None:
+    if size > MAX_VALUE:
+        raise UsageError(f"key {key!r} is to get {size:,} bytes and etcd takes {MAX_VALUE:,}: store them with put_blob")

@@ -1,0 +1,256 @@
+"""The clock of the simulator: from event to event, with what was trained, lost, waited for and paid in between.
+
+Training is a rate between events, not steps: a step is seconds and a run is hours. What a strategy does about an event
+it answers with a `Turn`; this file knows no strategy.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+
+from culm.market.trace import HOUR, Event, Trace
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from culm.sim.costs import Charges
+
+
+class Node(NamedTuple):
+    """A machine, once it can take part."""
+
+    name: str
+    zone: str = ""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """How it goes on after an event."""
+
+    rate: float
+    """Samples per second from then on; 0: too few nodes."""
+    pauses: dict[str, float] = field(default_factory=dict)
+    """What happens before that, one after the other, by kind of time."""
+    back_to: Literal["", "checkpoint", "start"] = ""
+    """Where the model is taken back to, if it is."""
+    why: str = ""
+
+
+class Strategy(Protocol):
+    """What is done about losses and newcomers."""
+
+    expected_s: float
+    """Told before each event: how long it may be until nodes come or go again, going by the past."""
+    checkpoint_every_s: float
+    """Seconds of training between two checkpoints; 0: none are written."""
+    checkpoint_stall_s: float
+    checkpoint_write_s: float
+    """Until a checkpoint that was begun can be loaded."""
+
+    def lost(self, gone: Sequence[Node]) -> Turn | None:
+        """Nodes have vanished together. None: it goes on as before."""
+
+    def joined(self, new: Sequence[Node]) -> Turn | None:
+        """Nodes are ready to take part."""
+
+
+class Point(NamedTuple):
+    """The state from a time on, for pictures."""
+
+    t: float
+    nodes: int
+    rate: float
+    usd: float
+    """Paid so far."""
+
+
+@dataclass
+class Run:
+    """What one run came to."""
+
+    seconds: float = 0.0
+    samples: float = 0.0
+    split: dict[str, float] = field(default_factory=dict)
+    """Seconds by what they went into; they add up to `seconds`."""
+    node_s: float = 0.0
+    usd: float = 0.0
+    preemptions: int = 0
+    """Nodes lost."""
+    recoveries: int = 0
+    """Times that a loss was answered."""
+    rollbacks: int = 0
+    """Times that work was taken back."""
+    points: list[Point] = field(default_factory=list)
+    reasons: dict[str, int] = field(default_factory=dict)
+    """How often each decision was taken."""
+
+    def spend(self, kind: str, seconds: float) -> None:
+        if seconds:
+            self.split[kind] = self.split.get(kind, 0.0) + seconds
+
+
+class _Saved(NamedTuple):
+    usable: float
+    samples: float
+    trained_s: float
+
+
+class Engine:
+    """One run of one strategy over one trace."""
+
+    def __init__(self, trace: Trace, strategy: Strategy, charges: Charges, usd_h: float) -> None:
+        self.trace = trace
+        self.strategy = strategy
+        self.charges = charges
+        self.usd_s = usd_h / HOUR
+        self.run = Run()
+        self.now = 0.0
+        self.rate = 0.0
+        self.pauses: list[tuple[str, float]] = []
+        self.alive = 0
+        self.moments = 0
+        self.warming: list[tuple[float, Node]] = []
+        self.ready: set[str] = set()
+        self.gone: set[str] = set()
+        self.since_checkpoint = 0.0
+        self.saved: list[_Saved] = [_Saved(0.0, 0.0, 0.0)]
+        self.trained_s = 0.0
+
+    def play(self) -> Run:
+        """From the start of the trace to its end."""
+        for t, moment in groupby(self.trace.events, key=lambda event: event.t):
+            self._until(t)
+            self._change(list(moment))
+        self._until(self.trace.span_s)
+        self.run.seconds = self.trace.span_s
+        self.run.samples = max(0.0, self.run.samples)
+        self._mark()
+        return self.run
+
+    def _until(self, t: float) -> None:
+        """Newcomers that are ready before `t` join on the way."""
+        while self.warming and self.warming[0][0] <= t:
+            at = self.warming[0][0]
+            self._advance(at)
+            ready = list(self._ready(at))
+            if ready:
+                self.ready.update(node.name for node in ready)
+                self.strategy.expected_s = self._expected()
+                self._take(self.strategy.joined(ready))
+        self._advance(t)
+
+    def _ready(self, at: float) -> Iterator[Node]:
+        while self.warming and self.warming[0][0] <= at:
+            _, node = heapq.heappop(self.warming)
+            if node.name not in self.gone:
+                yield node
+
+    def _change(self, events: list[Event]) -> None:
+        """What happens at one moment: losses first, since they do not know of the newcomers."""
+        lost = [Node(event.node, event.zone) for event in events if event.kind == "remove"]
+        for event in events:
+            if event.kind == "add":
+                self.gone.discard(event.node)
+                heapq.heappush(self.warming, (self.now + self.charges.warm_up_s, Node(event.node, event.zone)))
+        self.alive += len(events) - 2 * len(lost)
+        self.moments += self.now > 0
+        if lost:
+            self._lose(lost)
+        self._mark()
+
+    def _lose(self, lost: list[Node]) -> None:
+        self.run.preemptions += len(lost)
+        took_part = [node for node in lost if node.name in self.ready]
+        self.gone.update(node.name for node in lost)
+        self.ready.difference_update(node.name for node in lost)
+        if took_part:
+            self.strategy.expected_s = self._expected()
+            turn = self.strategy.lost(took_part)
+            self.run.recoveries += turn is not None
+            self._take(turn)
+
+    def _expected(self) -> float:
+        """Until nodes come or go again: as long as it took on average so far, with once imagined in the first hour."""
+        return (self.now + HOUR) / (self.moments + 1)
+
+    def _take(self, turn: Turn | None) -> None:
+        if turn is None:
+            return
+        if turn.back_to:
+            self._take_back(turn.back_to)
+        pauses = [(kind, seconds) for kind, seconds in turn.pauses.items() if seconds > 0]
+        # What is under way is begun anew, but nobody is done earlier because something else went wrong too.
+        if sum(s for _, s in pauses) >= sum(s for _, s in self.pauses):
+            self.pauses = pauses
+        self.rate = turn.rate
+        if turn.why:
+            self.run.reasons[turn.why] = self.run.reasons.get(turn.why, 0) + 1
+        self._mark()
+
+    def _take_back(self, to: str) -> None:
+        """The model as it was in the newest checkpoint that is complete; the time since then was for nothing."""
+        usable = [saved for saved in self.saved if saved.usable <= self.now]
+        last = usable[-1] if to == "checkpoint" and usable else _Saved(0.0, 0.0, 0.0)
+        undone = self.trained_s - last.trained_s
+        if self.run.samples > last.samples:
+            self.run.rollbacks += 1
+            self.run.samples = last.samples
+            self.run.spend("train", -undone)
+            self.run.spend("undone", undone)
+            self.trained_s = last.trained_s
+        self.saved = [last]
+        self.since_checkpoint = 0.0
+
+    def _advance(self, t: float) -> None:
+        """To a time before which nothing happens."""
+        left = t - self.now
+        if left <= 0:
+            return
+        self.run.node_s += self.alive * left
+        self.run.usd += self.alive * left * self.usd_s
+        while self.pauses and left > 0:
+            kind, seconds = self.pauses[0]
+            spent = min(seconds, left)
+            self.run.spend(kind, spent)
+            left -= spent
+            self.now += spent
+            self.pauses[0:1] = [(kind, seconds - spent)] if seconds > spent else []
+            if not self.pauses:
+                self._mark()
+        if left > 0 and self.rate > 0:
+            self._train(left)
+        else:
+            self.run.spend("wait", left)
+        self.now = t
+
+    def _train(self, seconds: float) -> None:
+        """Train, and write checkpoints as they come due."""
+        every, stall = self.strategy.checkpoint_every_s, self.strategy.checkpoint_stall_s
+        while seconds > 0:
+            spent = min(seconds, every - self.since_checkpoint) if every else seconds
+            self.run.samples += spent * self.rate
+            self.trained_s += spent
+            self.since_checkpoint += spent
+            self.run.spend("train", spent)
+            self.now += spent
+            seconds -= spent
+            if every and self.since_checkpoint >= every:
+                held = min(stall, seconds)
+                self.run.spend("checkpoint", held)
+                seconds -= held
+                self.now += held
+                self._save()
+
+    def _save(self) -> None:
+        self.since_checkpoint = 0.0
+        usable = [saved for saved in self.saved if saved.usable <= self.now]
+        coming = [saved for saved in self.saved if saved.usable > self.now]
+        due = self.now + self.strategy.checkpoint_write_s
+        self.saved = [*usable[-1:], *coming, _Saved(due, self.run.samples, self.trained_s)]
+
+    def _mark(self) -> None:
+        rate = 0.0 if self.pauses else self.rate
+        self.run.points.append(Point(self.now, self.alive, rate, self.run.usd))

@@ -1,0 +1,47 @@
+"""How a worker's process is set up for the machine that it finds."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+
+import pytest
+
+from culm.providers import node
+
+FAULTS_OF_A_ROUND = """
+import mmap, resource, sys
+from culm.providers import node
+if sys.argv[1] == "keep":
+    node._keep_memory()
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    held = [bytearray(1 << 20) for _ in range(64)]
+    del held
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+faults()
+print(faults() * mmap.PAGESIZE >> 20)
+"""
+
+
+def faulted(how: str) -> int:
+    """MB that a process takes from the kernel for 64 MB that it had and gave up before."""
+    made = subprocess.run([sys.executable, "-c", FAULTS_OF_A_ROUND, how], capture_output=True, text=True, check=True)
+    return int(made.stdout)
+
+
+@pytest.mark.real
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="an allocator without switches")
+def test_memory_that_a_micro_batch_gave_up_is_there_for_the_next() -> None:
+    assert faulted("give") >= 32
+    assert faulted("keep") <= 4
+
+
+@pytest.mark.parametrize(("cores", "seconds"), [(4, 0.0), (5, 0.003), (7, 0.003), (8, 0.02), (16, 0.02)])
+def test_a_worker_watches_for_frames_where_it_takes_no_core_from_others(
+    monkeypatch: pytest.MonkeyPatch, cores: int, seconds: float
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    assert node._look_out(4) == seconds

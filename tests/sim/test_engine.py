@@ -1,0 +1,159 @@
+"""Time, work and money add up, whatever happens and whatever a strategy does about it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from culm.market import Event, Market, Trace, generate
+from culm.schedule import Costs
+from culm.sim.costs import Charges
+from culm.sim.strategy import Scene
+from culm.sim.study import STRATEGIES, Mean, Price, play, simulate, steady, student
+from culm.sim.workload import Workload
+
+WORK = Workload(
+    name="small",
+    pipelines=3,
+    stages=4,
+    micro_batches=18,
+    micro_batch=2,
+    costs=Costs(forward=0.1, input=0.1, weight=0.1),
+    state_bytes=4e9,
+    least_stages=2,
+    layers=12,
+)
+PRICE = Price(spot=1.0, on_demand=3.0)
+CHARGES = Charges()
+HOUR = 3600.0
+SCENE = Scene.of(WORK, CHARGES)
+TOLD = Scene.of(WORK, Charges(notice_s=120))
+
+
+def trace(*changes: tuple[float, str, int], nodes: int = 12, hours: float = 2.0, zones: int = 1) -> Trace:
+    """So many nodes from the start; then (hour, add or remove, number of the node)."""
+    there = [Event(0.0, "add", f"n{n}", f"z{n % zones}") for n in range(nodes)]
+    later = [Event(h * HOUR, "add" if k == "add" else "remove", f"n{n}", f"z{n % zones}") for h, k, n in changes]
+    return Trace((*there, *later), hours * HOUR)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@given(
+    seed=st.integers(0, 10**6),
+    rate=st.floats(0, 3),
+    group=st.floats(1, 6),
+    available=st.floats(0.3, 1),
+    told=st.booleans(),
+)
+@settings(max_examples=12, deadline=None)
+def test_time_work_and_money_add_up(
+    name: str, seed: int, rate: float, group: float, available: float, told: bool
+) -> None:
+    market = Market(nodes=14, hours=3, rate=rate, group=group, available=available, zones=2)
+    run = play(TOLD if told else SCENE, name, generate(market, seed), PRICE)
+    assert sum(run.split.values()) == pytest.approx(3 * HOUR)
+    assert min(run.split.values()) >= -1e-6
+    assert run.usd == pytest.approx(run.node_s / HOUR * (3.0 if name == "on-demand" else 1.0))
+    fastest = WORK.samples / min(SCENE.steps.healthy(3), SCENE.steps.uneven(14)[0], SCENE.steps.one_f_one_b(3))
+    assert 0 <= run.samples <= run.split.get("train", 0.0) * fastest * (1 + 1e-9)
+    # No sample without its work: a worker does one thing at a time.
+    assert run.samples / WORK.micro_batch * WORK.total_s <= run.node_s * (1 + 1e-9)
+    assert [point.t for point in run.points] == sorted(point.t for point in run.points)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_same_trace_gives_the_same_run(name: str) -> None:
+    market = generate(Market(nodes=14, hours=6, rate=1.0), 3)
+    first, second = (play(Scene.of(WORK, CHARGES), name, market, PRICE) for _ in range(2))
+    assert first == second
+
+
+@pytest.mark.parametrize("name", ["reroute", "checkpoint", "drop", "migrate"])
+def test_undisturbed_a_run_trains_all_the_time_but_for_its_start(name: str) -> None:
+    run = play(SCENE, name, steady(12, 2 * HOUR), PRICE)
+    waits = CHARGES.warm_up_s + CHARGES.restart_s
+    stalls = run.split["checkpoint"]
+    assert run.split["train"] == pytest.approx(2 * HOUR - waits - stalls)
+    assert run.samples == pytest.approx(run.split["train"] * WORK.samples / SCENE.steps.healthy(3))
+
+
+def test_after_a_loss_peers_take_over_at_the_speed_of_the_plan() -> None:
+    run = play(SCENE, "reroute", trace((1.0, "remove", 5)), PRICE)
+    one_lost = min(SCENE.steps.rerouted(3, tuple(int(s == at) for s in range(4))) for at in range(4))
+    assert run.points[-1].rate == pytest.approx(WORK.samples / one_lost)
+    assert run.rollbacks == 0
+    assert run.split["detect"] == CHARGES.detect_s
+
+
+def test_a_newcomer_fills_the_hole() -> None:
+    run = play(SCENE, "reroute", trace((1.0, "remove", 5), (1.2, "add", 20)), PRICE)
+    assert run.points[-1].rate == pytest.approx(WORK.samples / SCENE.steps.healthy(3))
+
+
+def test_a_stage_without_a_holder_goes_back_to_the_checkpoint() -> None:
+    one_pipeline = replace(WORK, pipelines=1)
+    run = play(Scene.of(one_pipeline, CHARGES), "reroute", trace((1.0, "remove", 0), nodes=8), PRICE)
+    assert run.rollbacks == 1
+    assert 0 < run.split["undone"] <= CHARGES.checkpoint_every_s + CHARGES.load_s(WORK) + 1
+
+
+def test_none_loses_everything_and_checkpoint_what_came_after_the_last_one() -> None:
+    lossy = trace((1.9, "remove", 5), nodes=13)
+    none, checkpoint = (play(SCENE, name, lossy, PRICE) for name in ("none", "checkpoint"))
+    assert none.split["undone"] > 1.8 * HOUR
+    assert checkpoint.split["undone"] < 400
+    assert checkpoint.samples > 5 * none.samples
+
+
+def test_drop_trains_with_fewer_samples_and_the_same_step() -> None:
+    run = play(SCENE, "drop", trace((1.0, "remove", 5)), PRICE)
+    assert run.points[-1].rate == pytest.approx(2 / 3 * WORK.samples / SCENE.steps.healthy(3))
+
+
+def test_a_notice_leaves_nothing_to_detect_or_to_redo() -> None:
+    run = play(TOLD, "reroute", trace((1.0, "remove", 5)), PRICE)
+    assert "detect" not in run.split
+    assert "redo" not in run.split
+
+
+def test_zones_are_spread_so_that_losing_one_leaves_a_holder_of_every_stage() -> None:
+    zone = [(1.0, "remove", n) for n in range(0, 12, 3)]
+    run = play(SCENE, "reroute", trace(*zone, zones=3), PRICE)
+    assert run.preemptions == 4
+    assert run.rollbacks == 0
+
+
+def test_with_too_few_nodes_a_run_waits() -> None:
+    run = play(SCENE, "reroute", trace(nodes=3), PRICE)
+    assert run.samples == 0
+    assert run.split == {"wait": 2 * HOUR}
+
+
+def test_auto_is_not_worse_than_what_it_chooses_from() -> None:
+    traces = [generate(Market(nodes=12, hours=12, rate=0.5, available=0.8), seed) for seed in range(5)]
+    found = simulate(WORK, traces, ["auto", "reroute", "templates"], charges=CHARGES, price=PRICE)
+    best = max(found[name].goodput.value for name in ("reroute", "templates"))
+    assert found["auto"].goodput.value >= 0.99 * best
+
+
+def test_on_demand_costs_its_own_price_for_all_nodes() -> None:
+    run = play(SCENE, "on-demand", trace(nodes=5), PRICE)
+    assert run.usd == pytest.approx(12 * 3.0 * 2)
+    assert run.preemptions == 0
+
+
+def test_plans_are_found_again() -> None:
+    traces = [generate(Market(nodes=12, hours=12, rate=0.5), seed) for seed in range(3)]
+    found = simulate(WORK, traces, ["reroute"], charges=CHARGES, price=PRICE)["reroute"]
+    assert found.hits > 3 * found.misses > 0
+
+
+def test_intervals_are_those_of_student() -> None:
+    assert [student(n) for n in (1, 2, 4, 9, 99)] == pytest.approx([12.706, 4.303, 2.776, 2.262, 1.984], rel=0.01)
+    assert Mean.of([1.0, 3.0]).low == pytest.approx(2 - 12.706)
+    assert Mean.of([5.0]) == Mean(5.0, 5.0, 5.0)
+    assert math.isinf(Mean.of([math.inf, 1.0]).value)

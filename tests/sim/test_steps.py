@@ -1,0 +1,117 @@
+"""Step times of situations: planned where that is possible, in closed form where it is not."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from culm.schedule import Costs, generate, timing
+from culm.sim.costs import Charges
+from culm.sim.engine import Node
+from culm.sim.slots import Slots
+from culm.sim.steps import LARGE, Steps
+from culm.sim.workload import Workload
+
+UNIT = Workload(pipelines=3, stages=4, micro_batches=18, costs=Costs(), split=True, stagger=True)
+
+
+def steps(workload: Workload = UNIT) -> Steps:
+    return Steps(workload, Charges())
+
+
+def test_the_known_answers_of_rerouting_come_out() -> None:
+    fused = replace(UNIT, split=False, stagger=False)
+    lost = (0, 0, 1, 0)
+    assert steps().one_f_one_b(3) == 27
+    assert steps(fused).healthy(3) == pytest.approx(27)
+    assert steps(replace(UNIT, stagger=False)).rerouted(3, lost) == pytest.approx(29, abs=1)
+    assert steps().rerouted(3, lost) == pytest.approx(27)
+
+
+def test_1f1b_in_closed_form_is_the_schedule_timed() -> None:
+    work = replace(UNIT, costs=Costs(forward=1.0, input=1.0, weight=1.0, send=0.25, step=0.5))
+    plan = generate("1f1b", pipelines=1, stages=4, micro_batches=6)
+    assert steps(work).one_f_one_b(3) == pytest.approx(timing(plan, work.costs).makespan, rel=0.05)
+
+
+@given(st.integers(4, 40), st.integers(1, 60), st.integers(1, 6))
+@settings(max_examples=60, deadline=None)
+def test_uneven_pipelines_use_all_nodes_and_share_the_batch_best(nodes: int, micro: int, least: int) -> None:
+    work = replace(UNIT, pipelines=1, micro_batches=micro, least_stages=least)
+    seconds, depths = steps(work).uneven(nodes, published=True)
+    if not depths:
+        assert nodes < least
+        assert math.isinf(seconds)
+        return
+    assert sum(depths) == nodes
+    assert max(depths) - min(depths) <= 1
+    assert min(depths) >= least
+    each = [work.total_s / depth for depth in depths]
+
+    def room(limit: float) -> int:
+        ramps = [depth * t for depth, t in zip(depths, each, strict=True)]
+        return sum(1 + int((limit - r) / t + 1e-9) for r, t in zip(ramps, each, strict=True) if limit >= r - 1e-9)
+
+    assert room(seconds) >= micro
+    assert room(seconds * 0.999999 - 1e-6) < micro
+
+
+def test_more_nodes_are_never_slower() -> None:
+    found = [steps().uneven(nodes)[0] for nodes in range(4, 30)]
+    assert all(b <= a * 1.0001 for a, b in pairwise(found))
+
+
+def test_a_shadow_costs_something_and_an_eager_one_more() -> None:
+    lazy, eager = (steps().shadowed(3, eager=eager) for eager in (False, True))
+    assert steps().healthy(3) < lazy < eager
+
+
+def test_bamboos_overheads_are_near_the_measured_ones() -> None:
+    bert = Workload(pipelines=4, stages=12, micro_batches=128, costs=Costs())
+    plain = steps(bert).one_f_one_b(4)
+    assert steps(bert).shadowed(4, eager=False, published=True) / plain - 1 == pytest.approx(0.07, abs=0.01)
+    assert steps(bert).shadowed(4, eager=True, published=True) / plain - 1 == pytest.approx(0.1977, abs=0.02)
+
+
+def test_a_worker_with_two_stages_slows_its_pipeline() -> None:
+    assert 1.3 < steps().doubled(3) < 2
+
+
+def test_large_cases_are_taken_at_their_bound() -> None:
+    large = replace(UNIT, pipelines=60, stages=16, micro_batches=60 * 32)
+    assert large.stages * large.micro_batches > LARGE
+    found = steps(large)
+    assert not found.planned
+    assert found.rerouted(60, (0,) * 15 + (30,)) == pytest.approx(2 * found.healthy(60), rel=0.05)
+    assert found.best_spread(60, 18) == (1,) * 14 + (2, 2)
+
+
+def test_losing_every_holder_has_no_spread() -> None:
+    assert steps().best_spread(3, 9) is None
+    assert steps().best_spread(3, 8) == (2, 2, 2, 2)
+
+
+@given(st.lists(st.integers(0, 11), unique=True, max_size=7), st.integers(0, 4))
+@settings(max_examples=60, deadline=None)
+def test_slots_keep_track_of_everybody(gone: list[int], spare: int) -> None:
+    slots = Slots(4, 3)
+    everyone = [Node(f"n{n}", f"z{n % 2}") for n in range(12 + spare)]
+    slots.add(everyone)
+    slots.reform()
+    assert len(slots.standby) == spare
+    slots.remove([node for n, node in enumerate(everyone) if n in gone])
+    assert slots.members == 12 + spare - len(gone)
+    slots.fill()
+    assert len(slots.holes) + len(slots.nodes) == 12
+    assert not (slots.holes and slots.standby)
+    if len(slots.holes) <= 8:
+        wanted = steps().best_spread(3, len(slots.holes))
+        assert wanted is not None
+        slots.move(wanted)
+        assert slots.spread() == wanted
+        assert {node.name for node in slots.nodes.values()} == set(slots.place)
