@@ -145,6 +145,9 @@ class Session:
     async def put(self, key: str, value: bytes, *, session: bool = False) -> None:
         (await self._reach()).write(key, value, self._name if session else None)
 
+    async def delete(self, key: str) -> None:
+        (await self._reach()).write(key, None)
+
     async def swap(self, key: str, old: bytes | None, new: bytes, *, session: bool = False) -> bool:
         return (await self._reach()).swap(key, old, new, self._name if session else None)
 
