@@ -231,6 +231,19 @@ def _lost_by(fault: object) -> tuple[int, ...]:
     return getattr(fault, "nodes", ()) if getattr(fault, "seconds", 0.0) > 2.0 else ()
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from([(1, 2), (1, 3), (2, 3)]))
+def test_where_there_is_a_checkpoint_all_nodes_but_one_may_be_lost(seed: int, shape: tuple[int, int]) -> None:
+    plan = generate("1f1b", pipelines=shape[0], stages=shape[1], micro_batches=6)
+    faults = draw_faults(random.Random(seed), plan, strategy="shadow", steps=4, lease_s=2.0, saved_from=3)
+    lost = {node for fault in faults.all for node in _lost_by(fault)}
+    assert len(lost) < len(plan.workers)
+    if not bearable("shadow", *shape, lost):
+        last = faults.all[-1]
+        assert isinstance(last, Kill)
+        assert last.step == 3
+
+
 def test_drawn_faults_are_of_all_kinds() -> None:
     drawn = [draw_faults(random.Random(seed), PLAN, strategy="shadow", steps=4, lease_s=2.0) for seed in range(300)]
     words = {fault.word for faults in drawn for fault in faults.all}

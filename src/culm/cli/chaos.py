@@ -107,7 +107,7 @@ def _table(result: Mapping[str, Any]) -> Table:
 
 
 def _replayed(outcome: Outcome) -> str:
-    verdict = outcome.failure or f"survived, with {outcome.recoveries} recoveries\n{outcome.history}"
+    verdict = outcome.failure or f"survived, with {len(outcome.recoveries)} recoveries\n{outcome.history}"
     return f"{outcome.scenario}\n{verdict}"
 
 

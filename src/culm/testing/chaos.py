@@ -65,7 +65,8 @@ class Outcome:
 
     scenario: Scenario
     strikes: tuple[Strike, ...] = ()
-    recoveries: int = 0
+    recoveries: tuple[str, ...] = ()
+    """Where each recovery found the layers of the lost: peers, shadow or checkpoint."""
     failure: str = ""
     history: str = ""
 
@@ -86,17 +87,19 @@ def draw(seed: int, strategies: Iterable[str] = ()) -> Scenario:
     pipelines, stages = dice.choice([shape for shape in SHAPES if shape[0] > 1 or strategy != "reroute"])
     schedule = dice.choice(("gpipe", "1f1b", "1f1b", "zb", "zb"))
     micro_batches = dice.choice((4, 6))
+    features = tuple(sorted(dice.sample(FEATURES, dice.choice((0, 1, 1, 2, 2, 3)))))
     plan = generate(schedule, pipelines=pipelines, stages=stages, micro_batches=micro_batches)
+    saved_from = _STEPS - 1 if "checkpoints" in features else None  # the first one is complete by then
     return Scenario(
         seed=seed,
-        features=tuple(sorted(dice.sample(FEATURES, dice.choice((0, 1, 1, 2, 2, 3))))),
+        features=features,
         exact=dice.random() < 0.75,
         micro_batches=micro_batches,
         pipelines=pipelines,
         stages=stages,
         schedule=schedule,
         strategy=strategy,
-        faults=draw_faults(dice, plan, strategy=strategy, steps=_STEPS, lease_s=LEASE_S),
+        faults=draw_faults(dice, plan, strategy=strategy, steps=_STEPS, lease_s=LEASE_S, saved_from=saved_from),
     )
 
 
@@ -110,7 +113,8 @@ def face(scenario: Scenario) -> Outcome:
             run = endure(job, prepare(job, _request(scenario, folder)), scenario.faults, scenario.seed, truth)
         except AssertionError as error:
             return Outcome(scenario, failure=str(error))
-    return Outcome(scenario, run.strikes, len(run.summary["recoveries"]), history=str(run.history))
+    recoveries = tuple(recovery["source"] for recovery in run.summary["recoveries"])
+    return Outcome(scenario, run.strikes, recoveries, history=str(run.history))
 
 
 def _request(scenario: Scenario, folder: str) -> Request:
@@ -121,7 +125,7 @@ def _request(scenario: Scenario, folder: str) -> Request:
         schedule=scenario.schedule,
         strategy=scenario.strategy,
         out=folder if kept else None,
-        checkpoint_every=2 if kept else 0,
+        checkpoint_every=1 if kept else 0,
     )
 
 
@@ -143,7 +147,8 @@ def covered(outcomes: Iterable[Outcome]) -> dict[str, dict[str, int]]:
         counts["job"].update(scenario.features or ("no extras",))
         counts["fault"].update(map(_kind, outcome.strikes))
         counts["moment"].update(_moment(strike) for strike in outcome.strikes if isinstance(strike.fault, Blow))
-        counts["recoveries"][str(outcome.recoveries)] += 1
+        counts["recoveries"][str(len(outcome.recoveries))] += 1
+        counts["recovered from"].update(outcome.recoveries)
     return {name: dict(sorted(counter.items())) for name, counter in counts.items()}
 
 

@@ -66,9 +66,10 @@ class _Drawing:
         step = self.dice.randrange(self.steps)
         actions = [str(action) for action in self.plan.workers[node]]
         actions += [f"{action}+" for action in actions if action.endswith("S")]
-        kind = self.dice.choice(("at", "at", "at", "nth", "after", "recovery", "commit"))
-        if kind == "recovery" and again:
-            return {"at": self.dice.choice(("standing", "adopt")), "nth": self.dice.choice((1, 1, 2))}
+        kind = self.dice.choice(("at", "at", "at", "nth", "after", "commit"))
+        if again and self.dice.random() < 0.4:
+            at, nth = self.dice.choice((("standing", 1), ("standing", 2), ("adopt", 2), ("adopt", 3), ("adopt", 1)))
+            return {"at": at, "nth": nth}  # the first epoch is adopted, too
         if kind == "commit" and node == 0:
             return {"at": "commit", "step": step}
         if kind == "after":
@@ -90,6 +91,16 @@ class _Drawing:
         if kind == "partition":
             return faults.partition(node, seconds=longer, **when)
         return faults.kill(node, silence=self.dice.random() < 0.3, **when)
+
+    def ruin(self, faults: Faults, step: int) -> Faults:
+        """A fault more that no strategy has to bear: all nodes but a few are lost together in a step."""
+        alive = [node for node in range(self.nodes) if node not in self.lost]
+        left = self.dice.sample(alive, self.dice.randint(1, max(1, len(alive) // 2)))
+        nodes = tuple(node for node in alive if node not in left)
+        if not nodes:
+            return faults
+        self.lost = self.lost.union(nodes)
+        return faults.kill(nodes, step=step, nth=self.dice.randint(1, 6), silence=self.dice.random() < 0.3)
 
     def hinder(self, faults: Faults) -> Faults:
         """A fault more that nobody is lost by."""
@@ -113,11 +124,15 @@ class _Drawing:
         return self.dice.choices(list(kinds), list(kinds.values()))[0]
 
 
-def draw_faults(dice: random.Random, plan: Plan, *, strategy: str, steps: int, lease_s: float) -> Faults:
+def draw_faults(
+    dice: random.Random, plan: Plan, *, strategy: str, steps: int, lease_s: float, saved_from: int | None = None
+) -> Faults:
     """One to four faults for a run. Nodes are lost, by a kill, or by a silence that is longer than the lease, only
-    while each layer keeps a holder."""
+    while each layer keeps a holder; and, where there is a checkpoint from some step on, all but a few from there on."""
     drawing = _Drawing(dice, plan, strategy, steps, lease_s)
     faults = Faults()
     for _ in range(dice.choice((1, 2, 2, 3, 3, 4))):
         faults = drawing.lose(faults) if dice.random() < 0.7 else drawing.hinder(faults)
+    if saved_from is not None and strategy in PEERS and dice.random() < 0.5:
+        faults = drawing.ruin(faults, saved_from)
     return faults
