@@ -1,0 +1,1 @@
+"""Graph networks: graph servers that own the graph, elastic workers that compute, bounded asynchrony."""

@@ -1,0 +1,1 @@
+"""Where elastic workers come from."""
