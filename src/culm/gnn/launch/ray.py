@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 import os
 import sys
@@ -91,7 +92,6 @@ def _path() -> str:
 
 def _imported() -> Any:
     try:
-        import ray
+        return importlib.import_module("ray")
     except ImportError:
         raise UsageError("launcher is ray, which is not installed: pip install 'culm[ray]'") from None
-    return ray
