@@ -6,6 +6,7 @@
     schedule  a schedule as a picture
     export    the weights of a checkpoint as one file
     bench     how fast it is, beside others
+    gnn       graph networks: run, plan
 
     launch    a run from outside: nursery, signals, and what user code prints
     display   progress on a terminal, in a log, or not at all
@@ -25,7 +26,7 @@ from typing import Annotated, cast
 import typer
 
 import culm
-from culm.cli import bench, export, plan, profile, run, schedule
+from culm.cli import bench, export, gnn, plan, profile, run, schedule
 from culm.cli.failing import say
 
 app = typer.Typer(
@@ -40,6 +41,7 @@ app.command("plan")(plan.plan)
 app.command("schedule")(schedule.schedule)
 app.command("export")(export.export)
 app.command("bench")(bench.bench)
+app.add_typer(gnn.app, name="gnn")
 
 _Refused = cast("type[typer.BadParameter]", typer.BadParameter.__base__)
 """The error behind every wrong option. Typer brings its class along in different places, depending on its version."""
