@@ -79,7 +79,7 @@ def test_today_a_large_gpu_is_worth_more_than_cpus_and_lambda_is_not_worth_its_n
 def test_every_plan_is_finite_and_its_best_is_the_best(shape: Shape, year: str) -> None:
     made = plan(setting(shape, year), servers=4)
     assert all(0 < one.epoch_s < float("inf") and 0 < one.epoch_usd < float("inf") for one in made.systems.values())
-    assert made.best.value == max(one.value for one in made.systems.values())
+    assert made.best.value == max(one.value for name, one in made.systems.items() if name != "sampling")
     assert made.elastic.workers >= 1 and made.elastic.intervals >= 1
 
 
