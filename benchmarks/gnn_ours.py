@@ -19,7 +19,7 @@ CORES_PER_SERVER = 4
 
 def train(request: Request) -> Curve:
     """`culm-sync`, `culm-pipe`, or `culm-async` with staleness 0; elastic workers are local processes."""
-    from culm.gnn.train import train as run
+    from culm.gnn import train as run
 
     case = request.case
     made = run(

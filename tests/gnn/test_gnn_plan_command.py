@@ -72,6 +72,14 @@ def test_numbers_can_stand_for_a_graph() -> None:
     assert (shape.model, shape.heads) == ("gat", 4)
 
 
+def test_widths_that_nobody_gave_are_those_of_a_run() -> None:
+    source = "stats:vertices=10,edges=20,features=5,classes=2"
+    assert shape_of(source).widths == (5, 16, 2)
+    attending = shape_of(source, model="gat")
+    assert (attending.widths, attending.heads) == ((5, 64, 2), 8)
+    assert shape_of("amazon", model="gat").heads == 1
+
+
 def test_a_generator_is_planned_for_without_generating() -> None:
     shape = shape_of("gen:rmat,scale=30,degree=16,features=64,classes=10")
     assert (shape.vertices, shape.edges, shape.features) == (2**30, 2**34, 64)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from culm.errors import UsageError
+from culm.gnn import train
 from culm.gnn.launch.handler import HANDLER_NAME
 from culm.gnn.launch.package import package
-from culm.gnn.train import train
 
 if TYPE_CHECKING:
     from culm.gnn.launch.base import Launcher, Ticket

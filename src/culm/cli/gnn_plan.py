@@ -29,8 +29,10 @@ def gnn_plan(
     ] = "",
     model: Annotated[str, typer.Option(help="gcn or gat.")] = "gcn",
     layers: Annotated[int, typer.Option(help="Layers of the model.")] = 2,
-    hidden: Annotated[int | None, typer.Option(help="Width of hidden layers; default: the graph's usual one.")] = None,
-    heads: Annotated[int, typer.Option(help="Heads of a gat.")] = 1,
+    hidden: Annotated[
+        int | None, typer.Option(help="Width of hidden layers; default: as published, or as `culm gnn run`.")
+    ] = None,
+    heads: Annotated[int | None, typer.Option(help="Heads of a gat; default: as `culm gnn run`.")] = None,
     instance: Annotated[str, typer.Option(help="Graph servers.")] = "c5n.2xlarge",
     servers: Annotated[int | None, typer.Option(help="How many; default: as few as hold the graph.")] = None,
     workers: Annotated[str, typer.Option(metavar="N|auto", help="Elastic workers altogether.")] = "auto",

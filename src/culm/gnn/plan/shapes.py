@@ -21,25 +21,28 @@ NAMED: dict[str, Shape] = {
     )
 }
 """The graphs of the Dorylus paper."""
+_DEFAULTS: dict[str, dict[str, Any]] = {"gcn": {"hidden": 16}, "gat": {"hidden": 64, "heads": 8}}
 _COUNTS = ("vertices", "edges", "features", "classes", "hidden")
 
 
 def shape_of(source: str, **model: Any) -> Shape:
     """The statistics of a graph with a model on it: fields of Shape in `model` replace what is known, where not None.
 
-    Raises UsageError for a graph that can not be found or read.
+    The hidden width and the heads that nobody gave are those of `culm gnn run`. Raises UsageError for a graph that can
+    not be found or read.
     """
     given = {name: value for name, value in model.items() if value is not None}
-    return replace(_found(source), **given)
+    if source in NAMED:
+        return replace(NAMED[source], **given)
+    return Shape(**(_DEFAULTS.get(given.get("model", "gcn"), {}) | _found(source) | given))
 
 
-def _found(source: str) -> Shape:
+def _found(source: str) -> dict[str, Any]:
+    """What there is to know about a graph without a name."""
     if source.startswith("stats:"):
         return _from_numbers(source)
     if source.startswith("gen:"):
         return _of_generator(source)
-    if source in NAMED:
-        return NAMED[source]
     if Path(source).is_file():
         return _of_file(Path(source))
     close = difflib.get_close_matches(source, NAMED, n=1)
@@ -47,8 +50,8 @@ def _found(source: str) -> Shape:
     raise UsageError(f"--graph {source!r} is neither a file nor known by name: {hint}")
 
 
-def _from_numbers(source: str) -> Shape:
-    given: dict[str, int] = {}
+def _from_numbers(source: str) -> dict[str, Any]:
+    given: dict[str, Any] = {"name": "stats"}
     for part in filter(None, source.removeprefix("stats:").split(",")):
         name, _, text = part.partition("=")
         if name not in _COUNTS:
@@ -57,7 +60,7 @@ def _from_numbers(source: str) -> Shape:
     missing = [name for name in _COUNTS[:4] if name not in given]
     if missing:
         raise UsageError(f"--graph {source!r} does not say {missing[0]}: write {missing[0]}=NUMBER")
-    return Shape(name="stats", **given)  # type: ignore[arg-type]
+    return given
 
 
 def _count(source: str, name: str, text: str) -> int:
@@ -70,21 +73,16 @@ def _count(source: str, name: str, text: str) -> int:
     return int(value)
 
 
-def _of_generator(source: str) -> Shape:
+def _of_generator(source: str) -> dict[str, Any]:
     from culm.gnn.generate import parse
 
     kind, options = parse(source)
     vertices = 2 ** int(options["scale"]) if kind == "rmat" else int(options["vertices"])
-    return Shape(
-        name=source,
-        vertices=vertices,
-        edges=int(vertices * options["degree"]),
-        features=int(options["features"]),
-        classes=int(options["classes"]),
-    )
+    widths = {name: int(options[name]) for name in ("features", "classes")}
+    return {"name": source, "vertices": vertices, "edges": int(vertices * options["degree"]), **widths}
 
 
-def _of_file(path: Path) -> Shape:
+def _of_file(path: Path) -> dict[str, Any]:
     """From the small arrays of an npz: the edges themselves are not read."""
     import numpy as np
 
@@ -96,7 +94,10 @@ def _of_file(path: Path) -> Shape:
         raise UsageError(f"--graph {str(path)!r} has no array {error.args[0]}: give one with features") from None
     except (zipfile.BadZipFile, ValueError, OSError, EOFError) as error:
         raise UsageError(f"--graph {str(path)!r} can not be read as npz: {error}") from None
-    vertices, edges = len(indptr) - 1, int(indptr[-1])
-    return Shape(
-        name=path.stem, vertices=vertices, edges=edges, features=int(width), classes=int(labels.max()) + 1, hidden=16
-    )
+    return {
+        "name": path.stem,
+        "vertices": len(indptr) - 1,
+        "edges": int(indptr[-1]),
+        "features": int(width),
+        "classes": int(labels.max()) + 1,
+    }
