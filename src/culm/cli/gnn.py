@@ -9,12 +9,13 @@ import typer
 
 from culm.cli.display import console_on
 from culm.cli.failing import failing
+from culm.cli.gnn_plan import gnn_plan
 from culm.cli.gnn_show import Progress, ledger_table
 from culm.errors import UsageError
 from culm.observe.folder import plain
 
 if TYPE_CHECKING:
-    from culm.gnn.train import Result
+    from culm.gnn.api import Result
 
 Number = int | None
 Words = str | None
@@ -40,6 +41,7 @@ def run(
     mode: Annotated[str, typer.Option(help="sync, pipe or async.")] = "sync",
     staleness: Annotated[int, typer.Option(help="async: passes that an interval may be ahead of the slowest.")] = 0,
     launcher: Annotated[str, typer.Option(help="Where workers come from: local, ray or lambda.")] = "local",
+    host: Annotated[str, typer.Option(help="Address of this machine under which workers reach it.")] = "127.0.0.1",
     epochs: Annotated[int, typer.Option(help="At most.")] = 200,
     seed: Annotated[int, typer.Option(help="Of initial weights and dropout.")] = 0,
     split_seed: Annotated[int, typer.Option(help="Of the split, for graphs without one.")] = 0,
@@ -59,7 +61,7 @@ def run(
 ) -> None:
     """Train a graph network on a whole graph, with servers and workers as local processes."""
     with failing(debug=debug):
-        from culm.gnn.train import train
+        from culm.gnn.api import train
 
         console = console_on(stderr=json_)
         progress = Progress(console, epochs, quiet=quiet)
@@ -70,12 +72,16 @@ def run(
                 workers=_workers(workers), intervals=intervals, mode=mode, staleness=staleness, launcher=launcher,
                 epochs=epochs, seed=seed, split_seed=split_seed, evaluate_every=evaluate_every, patience=patience,
                 checkpoint_every=checkpoint_every, normalize=normalize, symmetrize=symmetrize, latency_s=latency / 1e3,
-                kills=tuple(kill or ()), instance=instance, threads=threads, out=out, watcher=progress.watcher(),
+                kills=tuple(kill or ()), instance=instance, threads=threads, host=host, out=out,
+                watcher=progress.watcher(),
             )  # fmt: skip
         if not quiet:
             console.print(ledger_table(result.summary, out))
         if json_:
             print(json.dumps(plain(result.summary)))
+
+
+app.command("plan")(gnn_plan)
 
 
 def _workers(text: str) -> int | str:

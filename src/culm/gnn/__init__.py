@@ -12,7 +12,7 @@ From the ground up; a file imports only from files above it:
     setup, host, server, parameters     server processes: a seat, and what is done on it in a generation
     worker, desk, tune, launch/         elastic workers: the process, where it calls first, how many, where from
     ledger, lead, faults                whoever leads: reports, generations, permits, kills on purpose
-    price, summary, plan/, train        money, figures, plans; `train`
+    price, summary, plan/, api          money, figures, plans; `culm.gnn.train`
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from culm.gnn.api import Result, Watcher, train
     from culm.gnn.graph import Graph
     from culm.gnn.model import Model
     from culm.gnn.readers import load
-    from culm.gnn.train import Result, Watcher, train
 
 __all__ = ["Graph", "Model", "Result", "Watcher", "load", "train"]
 _HOMES = {
     "Graph": "graph",
     "Model": "model",
     "load": "readers",
-    "Result": "train",
-    "Watcher": "train",
-    "train": "train",
+    "Result": "api",
+    "Watcher": "api",
+    "train": "api",
 }
 
 

@@ -103,7 +103,7 @@ class Dense:
     def loss(
         self, rows: Tensor, weights: Mapping[int, Weights], context: Context, labels: Tensor, roles: Tensor, total: int
     ) -> Loss:
-        """The last AV: logits, loss (a mean over `total` training vertices, those of the whole graph), and the way back."""
+        """The last AV: logits, loss (a mean over the `total` training vertices of the graph), and the way back."""
         layer = self._model.layers - 1
         source, logits = self._logits(layer, rows, weights, context)
         counts = _counts(logits, labels, roles)

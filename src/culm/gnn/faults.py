@@ -62,11 +62,16 @@ def _options(text: str, words: Sequence[str]) -> dict[str, int]:
 
 
 async def inject(kills: Sequence[Kill], leader: Leader, desk: Desk, told: Callable[..., Any], seed: int = 0) -> None:
-    """Do it, in the order of epochs, while the run goes on. A kill waits until its victim is there."""
+    """Do it, in the order of epochs, while the run goes on. A kill waits until its victim is there, and the run does
+    not pass the next evaluation before the kills that are due have happened."""
     draw = random.Random(seed)
-    for due in sorted(kills):
-        while not _kill(due, leader, desk, told, draw):
+    left = sorted(kills)
+    leader.hold_while(lambda epoch: any(due.epoch <= epoch for due in left))
+    while left:
+        while not _kill(left[0], leader, desk, told, draw):
             await asyncio.sleep(_LOOK_S)
+        del left[0]
+        await leader.go_on()
 
 
 def _kill(due: Kill, leader: Leader, desk: Desk, told: Callable[..., Any], draw: random.Random) -> bool:

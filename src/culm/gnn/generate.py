@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _DEFAULTS: dict[str, dict[str, float]] = {
     "rmat": {"scale": 12, "degree": 16, "features": 32, "classes": 8, "noise": 0.3, "seed": 0},
-    "sbm": {"vertices": 2000, "degree": 10, "features": 32, "classes": 4, "inside": 0.8, "noise": 2.0, "seed": 0},
+    "sbm": {"vertices": 2000, "degree": 10, "features": 32, "classes": 4, "inside": 0.8, "noise": 5.0, "seed": 0},
 }
 _QUADRANTS = (0.57, 0.19, 0.19, 0.05)
 """Of the Graph500 benchmark."""

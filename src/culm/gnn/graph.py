@@ -144,10 +144,12 @@ def _mask(name: str, given: Array, vertices: int) -> Array:
     if given.dtype == bool:
         _check_rows(f"the {name} mask", given, vertices)
         return given
+    if given.size and not np.issubdtype(given.dtype, np.integer):
+        raise UsageError(f"the {name} set holds {given.dtype}: give a mask, or vertex numbers")
     if given.size and (given.min() < 0 or given.max() >= vertices):
         raise UsageError(f"the {name} set names vertex {given.max()}, and the graph has {vertices}: number them from 0")
     mask = np.zeros(vertices, bool)
-    mask[given] = True
+    mask[given.astype(np.int64)] = True
     return mask
 
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from culm.gnn.model import Weights
 
 _FETCH_S = 60.0
+_SUSPECT_S = 1.0
 _MOST_LOSSES = 50
 """In a row without a single new epoch: then it is no accident."""
 
@@ -76,18 +77,30 @@ class Leader:
         self._saved: dict[str, list[int]] = {}
         self._losses_in_a_row = 0
         self._lost_at: tuple[str, float] | None = None
-        self._over = False
+        self._suspicions: set[asyncio.Task[None]] = set()
+        self._held: Callable[[int], bool] = lambda _: False
+        self._open: Evaluation | None = None
+        self._over = asyncio.Event()
 
     async def run(self) -> Findings:
         """To the end. Raises RunError when servers are lost faster than they get anywhere."""
         await self._store.put("setup", pack(self._setup))
         await self._servers.launch(self._ticket, len(self._setup.seats))
+        heeding, over = asyncio.create_task(self._heed_all()), asyncio.create_task(self._over.wait())
+        try:
+            await asyncio.wait([heeding, over], return_when=asyncio.FIRST_COMPLETED)
+            if heeding.done():
+                heeding.result()  # raises what went wrong
+        finally:
+            for task in (heeding, over):
+                task.cancel()
+            await asyncio.gather(heeding, over, return_exceptions=True)
+        return self.found
+
+    async def _heed_all(self) -> None:
         async with contextlib.aclosing(self._store.watch("")) as changes:
             async for key, value in changes:
                 await self._heed(key, value)
-                if self._over:
-                    break
-        return self.found
 
     def pids(self) -> dict[str, int]:
         """Process ids of the servers, by seat."""
@@ -106,7 +119,7 @@ class Leader:
         elif kind == "members" and value is not None:
             await self._member(rest, unpack(value, Member))
         elif kind == "broken" and rest == str(self._generation.number) and value is not None:
-            await self._next(f"a connection of graph-{value.decode()} broke")
+            self._suspect(f"a connection of graph-{value.decode()} broke")
         elif kind == "report" and value is not None:
             await self._report(unpack(value, Report))
 
@@ -125,6 +138,19 @@ class Leader:
         if self._generation.number:
             await self._next(f"{seat} was lost")
 
+    def _suspect(self, why: str) -> None:
+        """A connection broke. Mostly a server is gone, which is known in a moment; if not, start over all the same."""
+        number = self._generation.number
+
+        async def wait() -> None:
+            await asyncio.sleep(_SUSPECT_S)
+            if self._generation.number == number:
+                await self._next(why)
+
+        task = asyncio.create_task(wait())
+        self._suspicions.add(task)
+        task.add_done_callback(self._suspicions.discard)
+
     async def _next(self, why: str) -> None:
         """A new generation, from what everyone has saved."""
         self._losses_in_a_row += 1
@@ -133,7 +159,7 @@ class Leader:
         version = newest_common([self._saved.get(seat, []) for seat in self._setup.parameter_seats])
         number = self._generation.number + 1
         self._generation = Generation(number, version, self._start(version))
-        self._members = {}
+        self._members, self._open = {}, None
         self.found.generations = number
         self._told(kind="generation", number=number, version=version, why=why)
         await self._store.put("generation", pack(self._generation))
@@ -189,11 +215,22 @@ class Leader:
             self._losses_in_a_row = 0
             self._epoch(done)
         for evaluation in evaluations:
+            self._evaluated(evaluation)
+            self._open = evaluation
+            await self.go_on()
+
+    def hold_while(self, held: Callable[[int], bool]) -> None:
+        """Do not pass the evaluation of an epoch while this says so."""
+        self._held = held
+
+    async def go_on(self) -> None:
+        """Decide on an evaluation that is open, unless it is held."""
+        if self._open is not None and not self._held(self._open.epoch):
+            evaluation, self._open = self._open, None
             await self._decide(evaluation)
 
     async def _decide(self, evaluation: Evaluation) -> None:
         """After an evaluation: keep the best weights, stop, or go on."""
-        self._evaluated(evaluation)
         ledger = self.found.ledger
         last = evaluation.epoch + 1 == self._setup.epochs
         history = [e for n, e in sorted(ledger.evaluations.items()) if n <= evaluation.epoch]
@@ -203,11 +240,12 @@ class Leader:
             if best or last or why is not None:
                 self.found.weights = await self._fetch()
                 self.found.best = self.found.weights if best else self.found.best
-        except RunError:
-            return  # a parameter server is gone: the next generation evaluates again
+        except RunError as error:
+            self._suspect(str(error))  # the next generation evaluates again
+            return
         if last or why is not None:
             self.found.stopped = why or ""
-            self._over = True
+            self._over.set()
             return
         number = next(p.number for p in self._plan if not p.train and p.epoch == evaluation.epoch)
         await self._permit(number + 1)
@@ -229,9 +267,11 @@ class Leader:
 
         links = []
         try:
-            for seat in self._setup.parameter_seats:
+            for member in [self._members.get(seat) for seat in self._setup.parameter_seats]:
+                if member is None:
+                    raise RunError("a parameter server was lost")
                 me = f"leader 0 {self._generation.number}"
-                links.append(await dial(self._members[seat].address, self._ticket.token, me, heard, lost))
+                links.append(await dial(member.address, self._ticket.token, me, heard, lost))
                 links[-1].send(say.Fetch(-1))
             await asyncio.wait_for(complete, _FETCH_S)
         except TimeoutError:

@@ -157,7 +157,7 @@ class Link:
         body, shapes = _headers.decode(data[wire.PREFIX.size : whole])
         self._message = decode(body)
         self._tensors = [torch.empty(shape, dtype=_TYPES[code]) for code, shape in shapes]
-        self._rest.extend(wire.tensor_bytes(t) for t in self._tensors if t.numel())
+        self._rest.extend(_memory(t) for t in self._tensors if t.numel())
         return whole
 
     def _grow(self, size: int) -> None:
@@ -193,11 +193,16 @@ class Link:
             self._lost(self)
 
 
+def _memory(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor: to be read, or to be received into."""
+    return memoryview(tensor.numpy()).cast("B")  # type: ignore[arg-type]
+
+
 def _buffers(message: Message, tensors: Sequence[Tensor]) -> list[memoryview]:
     pieces = [tensor.detach().contiguous() for tensor in tensors]
     described = [(_CODES[p.dtype], tuple(p.shape)) for p in pieces]
     header = msgspec.msgpack.encode((msgspec.Raw(encode(message)), described))
-    bodies = [wire.tensor_bytes(p) for p in pieces if p.numel()]
+    bodies = [_memory(p) for p in pieces if p.numel()]
     if sum(map(len, bodies)) <= _SMALL:
         return [memoryview(b"".join([wire.PREFIX.pack(len(header)), header, *bodies]))]
     return [memoryview(wire.PREFIX.pack(len(header)) + header), *bodies]
@@ -227,7 +232,9 @@ class Listener:
 
     def __init__(self, token: str, accepted: Callable[[str, socket.socket], None], host: str = "127.0.0.1") -> None:
         self._token, self._accepted = token, accepted
-        self._sock = socket.create_server((host, 0), backlog=256)
+        # A machine may be reached under an address that it does not have itself.
+        bound = host if host.startswith("127.") else ""
+        self._sock = socket.create_server((bound, 0), backlog=256)
         self._sock.setblocking(False)
         self.port: int = self._sock.getsockname()[1]
         self.address = f"{host}:{self.port}"

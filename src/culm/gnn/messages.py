@@ -42,7 +42,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     """A graph server to a worker: where its tables are, for whoever can map them."""
 
     server: int
-    layout: Layout
+    layout: Layout | None
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):

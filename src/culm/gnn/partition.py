@@ -90,8 +90,7 @@ def _metis(graph: Graph, servers: int) -> Sequence[int]:
     options = pymetis.Options(seed=_METIS_SEED)
     _, membership = pymetis.part_graph(
         servers,
-        xadj=graph.indptr.astype(np.int32),
-        adjncy=graph.indices,
+        adjacency=pymetis.CSRAdjacency(graph.indptr.astype(np.int32), graph.indices),
         vweights=(graph.degrees + 1).astype(np.int32),  # gathering costs by the edge
         options=options,
     )

@@ -73,8 +73,7 @@ class GraphSession:
         }
         self._notes = Notes(number, generation.number, self._shard.intervals)
         self._told = generation.start
-        self._wake = asyncio.Event()
-        self._reporting: asyncio.Task[None] | None = None
+        self._wake, self._broken = asyncio.Event(), asyncio.Event()
 
     def _layers(self, name: str) -> tuple[int, ...]:
         step = next(s for s in walk(self._setup.model, train=True) if str(s) == name)
@@ -85,6 +84,7 @@ class GraphSession:
     async def run(self, members: dict[str, str]) -> None:
         await self._meet(members)
         async with asyncio.TaskGroup() as group:
+            group.create_task(self._alarm())
             group.create_task(self._permits())
             group.create_task(self._ticks())
             group.create_task(self._reports())
@@ -119,13 +119,16 @@ class GraphSession:
             self._wake.set()
         else:
             seat = self._seats.join(name, Link(sock, name, self._heard_worker, self._lost_worker))
-            seat.link.send(say.Welcome(self._number, self._shard.arena.layout))
+            seat.link.send(say.Welcome(self._number, self._shard.arena.layout if self._setup.share else None))
 
     def _broke(self, link: Link) -> None:
         """A server is gone, or the way to it: nothing of this generation can finish any more."""
         del link
-        key = f"broken/{self._generation.number}"
-        self._breaking = asyncio.ensure_future(self._store.put(key, str(self._number).encode()))
+        self._broken.set()
+
+    async def _alarm(self) -> None:
+        await self._broken.wait()
+        await self._store.put(f"broken/{self._generation.number}", str(self._number).encode())
 
     async def _permits(self) -> None:
         async with contextlib.aclosing(self._store.watch("permit")) as changes:

@@ -48,6 +48,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: int = 2
     """Tasks that a worker has at a time: one is computed while the rows of the next travel."""
     host: str = "127.0.0.1"
+    share: bool = True
+    """Workers on the same machine map the tables of servers."""
 
     @property
     def seats(self) -> tuple[str, ...]:

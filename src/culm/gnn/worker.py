@@ -158,7 +158,7 @@ class _Generation:
     def _heard_server(self, link: Link, message: say.Message, tensors: list[Tensor]) -> None:
         match message:
             case say.Welcome(_, layout):
-                tables = mapped(layout)
+                tables = None if layout is None else mapped(layout)
                 if tables is not None:
                     self._tables[link] = tables
                 link.send(say.Ready(tables is not None))

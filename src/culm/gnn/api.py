@@ -18,16 +18,19 @@ from culm.errors import UsageError
 from culm.gnn import faults, prepare
 from culm.gnn.board import MODES, Mode
 from culm.gnn.desk import Desk
+from culm.gnn.launch import launcher as launchers
 from culm.gnn.launch.base import Launcher, Ticket
+from culm.gnn.launch.local import LocalLauncher
 from culm.gnn.lead import Leader
 from culm.gnn.ledger import Epoch, Evaluation
 from culm.gnn.model import Model, initial_weights, model_of, state_dict
+from culm.gnn.price import prices_of
 from culm.gnn.readers import as_graph
 from culm.gnn.setup import Setup
 from culm.gnn.shelf import Adam
 from culm.gnn.summary import summarise
 from culm.gnn.tune import Tuner
-from culm.observe.folder import RunFolder, claim
+from culm.observe.folder import RunFolder, claim, vacant
 from culm.transport.sockets import SocketTransport
 
 if TYPE_CHECKING:
@@ -111,6 +114,8 @@ def train(
     threads: int | None = None,
     launcher: str | Launcher = "local",
     worker_seconds: float = 900.0,
+    host: str = "127.0.0.1",
+    share: bool = True,
     latency_s: float = 0.0,
     evaluate_every: int = 10,
     patience: int = 0,
@@ -131,6 +136,9 @@ def train(
     `init`: a state dict with PyG's names to start from. `normalize`: divide feature rows by their sum (default: for
     graphs from a file, where they are counts or flags). `dropout` is on the input of every layer, `input_dropout`
     replaces it for the first. `patience`: evaluations without a better validation accuracy before it stops; 0: never.
+    `launcher`: local, ray, lambda (with options: see culm.gnn.launch), or one of your own. `host`: the address of this
+    machine under which workers reach it. `share`: workers on this machine read tables in place, no rows are sent.
+    `kills`: processes to end on purpose, as in "worker epoch=5", "server=1 epoch=9" or "chaos workers=100 servers=5".
 
     Raises UsageError for a wrong request, before anything is started, and RunError when the run fails. Nothing is left
     running in either case.
@@ -166,8 +174,9 @@ def train(
         workers=workers,
         intervals=intervals,
         threads=threads,
-        launcher=launcher,
         worker_seconds=worker_seconds,
+        host=host,
+        share=share,
         latency_s=latency_s,
         evaluate_every=evaluate_every,
         patience=patience,
@@ -177,7 +186,8 @@ def train(
         out=out,
     )
     wanted.check()
-    return _anywhere(lambda: _train(wanted, watcher or Watcher()))
+    started = launchers(launcher) if isinstance(launcher, str) else launcher
+    return _anywhere(lambda: _train(wanted, started, watcher or Watcher()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,8 +207,9 @@ class _Wanted:
     workers: int | str
     intervals: int | None
     threads: int | None
-    launcher: str | Launcher
     worker_seconds: float
+    host: str
+    share: bool
     latency_s: float
     evaluate_every: int
     patience: int
@@ -223,6 +234,10 @@ class _Wanted:
             raise UsageError(f"--workers {self.workers!r}: give a number of at least 1, or auto")
         for kill in self.kills:
             faults.parse(kill, self.servers, self.parameter_servers, self.epochs)
+        initial_weights(self.model, self.seed, self.init)
+        if self.out is not None:
+            vacant(self.out)
+        prices_of().machine(self.instance)
         prepare.check_memory(self.graph, self.model)
 
     @property
@@ -260,28 +275,8 @@ def _anywhere(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
     return found
 
 
-def _launcher(given: str | Launcher) -> Launcher:
-    if not isinstance(given, str):
-        return given
-    if given == "local":
-        from culm.gnn.launch.local import LocalLauncher
-
-        return LocalLauncher()
-    if given == "ray":
-        from culm.gnn.launch.ray import RayLauncher
-
-        return RayLauncher()
-    if given == "lambda":
-        from culm.gnn.launch.awslambda import LambdaLauncher
-
-        return LambdaLauncher()
-    raise UsageError(f"--launcher {given!r}: there are local, ray, lambda")
-
-
-async def _train(wanted: _Wanted, watcher: Watcher) -> Result:
-    from culm.gnn.launch.local import LocalLauncher
-
-    workers, servers = _launcher(wanted.launcher), LocalLauncher(entry=SERVERS)
+async def _train(wanted: _Wanted, workers: Launcher, watcher: Watcher) -> Result:
+    servers = LocalLauncher(entry=SERVERS)
     servers.warm()  # they import while the graph is cut
     if isinstance(workers, LocalLauncher):
         workers.warm()
@@ -403,6 +398,8 @@ class _Run:
             parts=str(parts),
             checkpoints=checkpoints,
             threads=wanted.threads or max(1, prepare.cores() // wanted.servers),
+            host=wanted.host,
+            share=wanted.share,
         )
         self._watcher.told("starting servers and workers")
         return setup, intervals
