@@ -12,7 +12,7 @@ From the ground up; a file imports only from files above it:
     setup, host, server, parameters     server processes: a seat, and what is done on it in a generation
     worker, desk, tune, launch/         elastic workers: the process, where it calls first, how many, where from
     ledger, lead, faults                whoever leads: reports, generations, permits, kills on purpose
-    price, summary, plan/, api          money, figures, plans; `culm.gnn.train`
+    price, summary, page, plan/, api    money, figures, a page, plans; `culm.gnn.train`
 """
 
 from __future__ import annotations

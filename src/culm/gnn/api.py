@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from culm.checkpoint.storage import Storage
 from culm.cluster.store import MemoryStore, StoreServer
 from culm.errors import UsageError
 from culm.gnn import faults, prepare
@@ -24,6 +25,7 @@ from culm.gnn.launch.local import LocalLauncher
 from culm.gnn.lead import Leader
 from culm.gnn.ledger import Epoch, Evaluation
 from culm.gnn.model import Model, initial_weights, model_of, state_dict
+from culm.gnn.page import page
 from culm.gnn.price import prices_of
 from culm.gnn.readers import as_graph
 from culm.gnn.setup import Setup
@@ -305,6 +307,8 @@ class _Run:
         self._began = time.monotonic()
         self._started = self._began
         self._written = -1
+        self._events: list[dict[str, Any]] = []
+        self._steps: list[dict[str, Any]] = []
 
     async def go(self) -> Result:
         setup, intervals = await asyncio.to_thread(self._prepare)
@@ -405,7 +409,9 @@ class _Run:
         return setup, intervals
 
     def _event(self, **fields: Any) -> None:
-        self._folder.event(t=round(time.monotonic() - self._began, 4), **fields)
+        event = {"t": round(time.monotonic() - self._began, 4), **fields}
+        self._events.append(event)
+        self._folder.event(**event)
 
     def _epoch(self, done: Epoch) -> None:
         """Complete for the first time, or again after a loss: a line stands there once."""
@@ -414,12 +420,10 @@ class _Run:
             self._started = now
         if done.epoch > self._written:
             self._written = done.epoch
-            self._folder.step(
-                step=done.epoch,
-                loss=done.loss,
-                samples=self._wanted.graph.train_vertices,
-                t=round(now - self._began, 4),
-            )
+            at = round(now - self._began, 4)
+            line = {"step": done.epoch, "loss": done.loss, "samples": self._wanted.graph.train_vertices, "t": at}
+            self._steps.append(line)
+            self._folder.step(**line)
             self._watcher.epoch(done, now - self._began)
 
     def _evaluated(self, evaluation: Evaluation) -> None:
@@ -433,6 +437,8 @@ class _Run:
             launcher=self._workers.name, instance=wanted.instance, wall_s=time.monotonic() - self._began,
         )  # fmt: skip
         self._folder.write("summary.json", summary)
+        if wanted.out is not None:
+            Storage(wanted.out).write("report.html", page(summary, self._events, self._steps).encode())
         epochs = sorted(ledger.losses)
         return Result(
             model=setup.model,

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 _FETCH_S = 60.0
 _SUSPECT_S = 1.0
+_LOOK_S = 0.5
 _MOST_LOSSES = 50
 """In a row without a single new epoch: then it is no accident."""
 
@@ -78,6 +79,7 @@ class Leader:
         self._losses_in_a_row = 0
         self._lost_at: tuple[str, float] | None = None
         self._suspicions: set[asyncio.Task[None]] = set()
+        self._looked_at = float("-inf")
         self._held: Callable[[int], bool] = lambda _: False
         self._open: Evaluation | None = None
         self._over = asyncio.Event()
@@ -211,6 +213,7 @@ class Leader:
         if report.generation != self._generation.number:
             return
         epochs, evaluations = self.found.ledger.add(report)
+        self._look()
         for done in epochs:
             self._losses_in_a_row = 0
             self._epoch(done)
@@ -218,6 +221,14 @@ class Leader:
             self._evaluated(evaluation)
             self._open = evaluation
             await self.go_on()
+
+    def _look(self) -> None:
+        """How the queues are, now and then."""
+        now, ledger = time.monotonic(), self.found.ledger
+        if now - self._looked_at > _LOOK_S:
+            self._looked_at = now
+            gauges = {name: ledger.now_of(name) for name in ("queue", "running", "spread")}
+            self._told(kind="queues", workers=len(self._desk), **gauges)
 
     def hold_while(self, held: Callable[[int], bool]) -> None:
         """Do not pass the evaluation of an epoch while this says so."""
