@@ -77,3 +77,5 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     latency_s: float = 0.0
     """Injected into every task of culm's workers."""
+    intervals: int | None = None
+    """Of each of culm's graph servers; by default its own choice."""

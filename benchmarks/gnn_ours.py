@@ -37,6 +37,7 @@ def train(request: Request) -> Curve:
         mode=cast("Mode", request.system.removeprefix("culm-")),
         servers=max(1, request.cores // CORES_PER_SERVER),
         workers=request.cores,
+        intervals=request.intervals,
         latency_s=request.latency_s,
         evaluate_every=min(EVERY, case.epochs),
     )

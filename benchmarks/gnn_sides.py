@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 SYSTEMS = ("culm-async", "culm-pipe", "culm-sync", "pyg-edges", "pyg-sparse", "sampled-ddp")
 PATIENCE_S = 3600.0
 _LOOK_S = 0.25
+_PR_SET_PDEATHSIG = 1
 
 
 def train(request: Request) -> Curve:
@@ -41,15 +44,13 @@ def _run(request: Request, peak: _Peak | None) -> Curve:
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         "OMP_NUM_THREADS": str(1 if request.system == "sampled-ddp" else request.cores),
     }
-    process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.gnn_sides", text],
-        env=env,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    with peak.watching(process.pid) if peak else nullcontext():
-        printed, said = process.communicate(timeout=PATIENCE_S)
+    command = [sys.executable, "-m", "benchmarks.gnn_sides", text]
+    with subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        try:
+            with peak.watching(process.pid) if peak else nullcontext():
+                printed, said = process.communicate(timeout=PATIENCE_S)
+        finally:
+            process.kill()  # where waiting was interrupted; what it has started ends with it
     if process.returncode:
         last = (said.strip().splitlines() or ["it said nothing"])[-1]
         raise RunError(f"{request.system} failed on {request.case.name}: {last}")
@@ -103,6 +104,7 @@ def _pss(pid: int) -> int:
 def main(text: str) -> None:
     """The process: takes its cores, trains, prints the curve."""
     request = msgspec.json.decode(text, type=Request)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a bench that is killed leaves nothing behind
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: request.cores])
     if request.system.startswith("culm-"):
         from benchmarks.gnn_ours import train as run
