@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from rich.status import Status
     from rich.table import Table
 
-    from culm.gnn.api import Watcher
     from culm.gnn.graph import Graph
     from culm.gnn.ledger import Epoch, Evaluation
+    from culm.gnn.running import Watcher
     from culm.gnn.setup import Setup
 
 _EVERY_S = 2.0
@@ -44,7 +44,7 @@ class Progress:
             self._status.stop()
 
     def watcher(self) -> Watcher:
-        from culm.gnn.api import Watcher
+        from culm.gnn.running import Watcher
 
         return Watcher(told=self._told, prepared=self._prepared, epoch=self._epoch, evaluated=self._evaluated)
 

@@ -2,17 +2,20 @@
 
 From the ground up; a file imports only from files above it:
 
+    sparse                              sums over neighbours
     graph, memory, generate, readers    a graph to learn on, from files, generators, other libraries
     partition, files                    cut by METIS into parts with ghosts and intervals; parts as files
     model, program                      GCN and GAT; a pass as a list of steps
-    dense, sparse, compute              the arithmetic: AV and AE, gathers, one task from inputs to result
+    dense, compute                      the arithmetic: AV and AE; one task from inputs to result
     board, seats, tally, shelf          pure: what may run now, who gets it, sums counted once, versions of weights
     arena, shard                        a server's tables, mapped by local workers
     messages, link                      what is said, and how: raw frames behind the run's token
-    setup, host, server, parameters     server processes: a seat, and what is done on it in a generation
+    setup, notes, host, server, parameters
+                                        server processes: a seat, and what is done on it in a generation
     worker, desk, tune, launch/         elastic workers: the process, where it calls first, how many, where from
     ledger, lead, faults                whoever leads: reports, generations, permits, kills on purpose
-    price, summary, page, plan/, api    money, figures, a page, plans; `culm.gnn.train`
+    price, summary, page, plan/         money, figures, a page for people, plans
+    request, running, api               `culm.gnn.train`
 """
 
 from __future__ import annotations

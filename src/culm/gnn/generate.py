@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from culm.errors import UsageError
-from culm.gnn.graph import TEST, TRAIN, VAL, Graph, from_edges
+from culm.gnn.graph import TEST, TRAIN, VAL, Graph, csr
 from culm.gnn.memory import refuse_what_does_not_fit
 
 if TYPE_CHECKING:
@@ -83,9 +83,10 @@ def _rmat(options: Mapping[str, float], name: str) -> Graph:
     )
     ends = rng.permutation(vertices)[ends]  # else the number of a vertex tells its degree
     scores = rng.standard_normal((vertices, classes), np.float32)
-    labels = _neighbourhood_mean(ends, scores).argmax(1)
     features = _seen(rng, scores, int(options["features"]), options["noise"])
-    return _made(rng, ends, features, labels, name)
+    indptr, indices = csr(ends[0], ends[1], vertices, symmetrize=True)
+    labels = _neighbourhood_mean(indptr, indices, scores).argmax(1)
+    return Graph(indptr, indices, features, labels, _roles(rng, labels), name)
 
 
 def _rmat_edges(rng: np.random.Generator, scale: int, count: int) -> Array:
@@ -100,16 +101,19 @@ def _rmat_edges(rng: np.random.Generator, scale: int, count: int) -> Array:
     return ends
 
 
-def _neighbourhood_mean(ends: Array, scores: Array) -> Array:
+def _neighbourhood_mean(indptr: Array, indices: Array, scores: Array) -> Array:
     """Scores of a vertex and its neighbours, neighbours weighed down where they have many of their own."""
-    vertices = len(scores)
-    degree = np.bincount(ends.ravel(), minlength=vertices).astype(np.float32) + 1
-    scaled = scores / np.sqrt(degree)[:, None]
-    total = scaled.copy()
-    for column in range(scores.shape[1]):
-        for one, other in (ends, ends[::-1]):
-            total[:, column] += np.bincount(one, weights=scaled[other, column], minlength=vertices)
-    return total / np.sqrt(degree)[:, None]
+    import torch
+
+    from culm.gnn.sparse import Adjacency
+
+    root = np.sqrt(np.diff(indptr) + 1).astype(np.float32)[:, None]
+    scaled = torch.from_numpy(scores / root)
+    pointers, columns = torch.from_numpy(indptr.astype(np.int32)), torch.from_numpy(indices)
+    total = torch.empty_like(scaled)
+    Adjacency(pointers, columns, torch.ones(len(indices)), 0, len(scores), len(scores)).gather(scaled, total)
+    mean: Array = total.add_(scaled).numpy() / root
+    return mean
 
 
 def _blocks(options: Mapping[str, float], name: str) -> Graph:
@@ -125,7 +129,8 @@ def _blocks(options: Mapping[str, float], name: str) -> Graph:
     other = np.where(rng.random(edges) < options["inside"], mate, rng.integers(0, vertices, edges))
     scores = np.eye(classes, dtype=np.float32)[labels]
     features = _seen(rng, scores, int(options["features"]), options["noise"])
-    return _made(rng, np.stack([one, other]), features, labels, name)
+    indptr, indices = csr(one, other, vertices, symmetrize=True)
+    return Graph(indptr, indices, features, labels, _roles(rng, labels), name)
 
 
 def _seen(rng: np.random.Generator, scores: Array, width: int, noise: float) -> Array:
@@ -136,8 +141,8 @@ def _seen(rng: np.random.Generator, scores: Array, width: int, noise: float) -> 
     return seen
 
 
-def _made(rng: np.random.Generator, ends: Array, features: Array, labels: Array, name: str) -> Graph:
-    """With 60, 20 and 20 % of the vertices to learn from, to validate and to test on, and no class left out."""
+def _roles(rng: np.random.Generator, labels: Array) -> Array:
+    """60, 20 and 20 % of the vertices to learn from, to validate and to test on, and no class left out."""
     vertices = len(labels)
     order = rng.permutation(vertices)
     roles = np.full(vertices, TEST, np.uint8)
@@ -145,6 +150,4 @@ def _made(rng: np.random.Generator, ends: Array, features: Array, labels: Array,
     roles[order[vertices * 6 // 10 : vertices * 8 // 10]] = VAL
     _, first = np.unique(labels, return_index=True)
     roles[first] = TRAIN
-    return from_edges(
-        ends[0], ends[1], vertices, features=features, labels=labels, roles=roles, symmetrize=True, name=name
-    )
+    return roles

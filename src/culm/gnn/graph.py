@@ -103,7 +103,8 @@ def from_edges(
         )
     if labels is None:
         raise UsageError(f"{name} has no labels: give a class for every vertex, -1 where it is unknown")
-    indptr, indices = _csr(np.asarray(sources, np.int64), np.asarray(targets, np.int64), vertices, symmetrize)
+    ends = np.asarray(sources, np.int64), np.asarray(targets, np.int64)
+    indptr, indices = csr(*ends, vertices, symmetrize=symmetrize)
     labels = np.asarray(labels).astype(np.int64, copy=False)
     if roles is None:
         roles = split(labels, split_seed)
@@ -153,15 +154,17 @@ def _mask(name: str, given: Array, vertices: int) -> Array:
     return mask
 
 
-def _csr(sources: Array, targets: Array, vertices: int, symmetrize: bool) -> tuple[Array, Array]:
+def csr(sources: Array, targets: Array, vertices: int, *, symmetrize: bool) -> tuple[Array, Array]:
     """Neighbours of every vertex, sorted, each once; every edge must be there in both directions."""
     other = sources != targets
-    keys = np.unique(targets[other] * vertices + sources[other])
-    back = np.sort(keys % vertices * vertices + keys // vertices)
-    if not np.array_equal(keys, back):
-        if not symmetrize:
+    sources, targets = sources[other], targets[other]
+    if symmetrize:
+        keys = np.unique(np.concatenate([targets * vertices + sources, sources * vertices + targets]))
+    else:
+        keys = np.unique(targets * vertices + sources)
+        back = np.sort(keys % vertices * vertices + keys // vertices)
+        if not np.array_equal(keys, back):
             raise UsageError(_one_way(keys, back, vertices))
-        keys = np.union1d(keys, back)
     indptr = np.zeros(vertices + 1, np.int64)
     np.cumsum(np.bincount(keys // vertices, minlength=vertices), out=indptr[1:])
     return indptr, (keys % vertices).astype(np.int32)

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from culm.gnn import messages as say
-from culm.gnn.board import Board, Pass, Task, passes
+from culm.gnn.board import Board, Task, passes
 from culm.gnn.compute import Kernel, Outcome
 from culm.gnn.files import read_part
 from culm.gnn.link import Link, Listener, dial
+from culm.gnn.notes import Notes
 from culm.gnn.program import Step, gradients_of, walk
 from culm.gnn.seats import Seat, Seats
-from culm.gnn.setup import Generation, Permit, Report, Setup, pack, unpack
+from culm.gnn.setup import Generation, Permit, Setup, pack, unpack
 from culm.gnn.shard import Shard
 from culm.gnn.tally import Tally
 
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from culm.gnn.link import Heard
 
 _TICK_S = 0.1
-_REPORT_S = 0.25
 
 
 @lru_cache(maxsize=1)
@@ -312,73 +312,3 @@ class GraphSession:
             await self._store.put(
                 f"report/graph-{self._number}", pack(self._notes.report(self._board, len(self._seats)))
             )
-
-
-class Notes:
-    """What a graph server has to tell, collected until it is told."""
-
-    def __init__(self, server: int, generation: int, intervals: int) -> None:
-        self._server, self._generation, self._intervals = server, generation, intervals
-        self._losses: dict[int, dict[int, float]] = {}
-        """By epoch and interval, so that the sum has one order."""
-        self._evaluations: dict[int, dict[int, tuple[int, ...]]] = {}
-        self._ended: dict[int, float] = {}
-        self._urgent = asyncio.Event()
-        self.refused = 0
-        self._seconds, self._tasks = 0.0, 0
-
-    def loss(self, now: Pass, interval: int, outcome: Outcome) -> None:
-        """The last AV of an interval."""
-        if now.train:
-            self._losses.setdefault(now.epoch, {})[interval] = outcome.loss
-            return
-        self._evaluations.setdefault(now.epoch, {})[interval] = outcome.counts
-        if len(self._evaluations[now.epoch]) == self._intervals:
-            self._urgent.set()
-
-    def passed(self, number: int, now: float) -> None:
-        self._ended[number] = now
-
-    def worked(self, seconds: float) -> None:
-        self._seconds += seconds
-        self._tasks += 1
-
-    async def something(self) -> None:
-        """Wait for something that somebody waits for; anything else is told now and then."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._urgent.wait(), _REPORT_S)
-        self._urgent.clear()
-
-    def report(self, board: Board, workers: int) -> Report:
-        """All that is complete and has not been told."""
-        losses = {
-            e: (sum(loss for _, loss in sorted(v.items())), len(v))
-            for e, v in self._losses.items()
-            if len(v) == self._intervals
-        }
-        counts = {
-            e: tuple(sum(column) for column in zip(*v.values(), strict=True))
-            for e, v in self._evaluations.items()
-            if len(v) == self._intervals
-        }
-        for epoch in losses:
-            del self._losses[epoch]
-        for epoch in counts:
-            del self._evaluations[epoch]
-        ended, self._ended = self._ended, {}
-        return Report(
-            generation=self._generation,
-            server=self._server,
-            losses=losses,
-            evaluations=counts,
-            ended=ended,
-            queue=board.queue("worker"),
-            running=len(board.running()),
-            workers=workers,
-            spread=board.spread,
-            relaunches=board.relaunches,
-            refused=self.refused,
-            worker_seconds=self._seconds,
-            worker_tasks=self._tasks,
-            finished=board.finished,
-        )
