@@ -119,8 +119,11 @@ def balanced(weights: Array, count: int) -> Array:
     return bounds
 
 
-def cut(graph: Graph, owner: Array, intervals: int) -> list[Part]:
-    """The parts of all servers. Every server has the same number of intervals, fewer where one has too few vertices."""
+def cut(graph: Graph, owner: Array, intervals: int, *, attention: bool = True) -> list[Part]:
+    """The parts of all servers. Every server has the same number of intervals, fewer where one has too few vertices.
+
+    Without `attention` edges carry nothing of their own: opposite edges are not looked for.
+    """
     servers = int(owner.max()) + 1
     members = [np.flatnonzero(owner == server) for server in range(servers)]
     count = min(intervals, *(len(m) for m in members))
@@ -129,12 +132,12 @@ def cut(graph: Graph, owner: Array, intervals: int) -> list[Part]:
         local[own] = np.arange(len(own))
     bounds = [balanced(graph.degrees[own] + 1, count) for own in members]
     sketches = [_sketch(graph, own, owner, local) for own in members]
-    return [_part(s, graph, members, bounds, sketches, owner, local) for s in range(servers)]
+    return [_part(s, graph, members, bounds, sketches, owner, local, attention) for s in range(servers)]
 
 
 @dataclass(frozen=True)
 class _Sketch:
-    """Edges of one server, self loops included, by global source; `order` sorts them by (target, source)."""
+    """Edges of one server, self loops included, by global source, sorted by (target, source)."""
 
     indptr: Array
     sources: Array
@@ -145,12 +148,11 @@ def _sketch(graph: Graph, own: Array, owner: Array, local: Array) -> _Sketch:
     degrees = graph.degrees[own]
     starts = np.repeat(graph.indptr[own] - np.concatenate([[0], np.cumsum(degrees)[:-1]]), degrees)
     neighbours = graph.indices[starts + np.arange(int(degrees.sum()))].astype(np.int64)
-    targets = np.concatenate([np.repeat(own, degrees), own])
-    sources = np.concatenate([neighbours, own])
-    order = np.lexsort((sources, targets))
+    keys = np.repeat(np.arange(len(own)) * graph.vertices, degrees) + neighbours  # sorted, as neighbours are
+    loops = np.searchsorted(keys, np.arange(len(own)) * graph.vertices + own)
+    sources = np.insert(neighbours, loops, own)
     indptr = np.zeros(len(own) + 1, np.int64)
     np.cumsum(degrees + 1, out=indptr[1:])
-    sources = sources[order]
     seen = np.unique(sources[owner[sources] != owner[own[0]]])
     return _Sketch(indptr, sources, seen[np.lexsort((local[seen], owner[seen]))])
 
@@ -163,6 +165,7 @@ def _part(
     sketches: list[_Sketch],
     owner: Array,
     local: Array,
+    attention: bool,
 ) -> Part:
     own, sketch = members[server], sketches[server]
     number = np.full(graph.vertices, -1, np.int64)
@@ -171,7 +174,9 @@ def _part(
     targets = np.repeat(own, np.diff(sketch.indptr))
     root = 1.0 / np.sqrt(graph.degrees + 1.0)
     peers = [q for q in range(len(members)) if q != server]
-    reverse, edge_bounds = _reversed(server, peers, sketches, members, bounds, owner, targets)
+    reverse, edge_bounds = np.zeros(0, np.int64), dict.fromkeys(peers, np.zeros(len(bounds[server]), np.int64))
+    if attention:
+        reverse, edge_bounds = _reversed(server, peers, sketches, members, bounds, owner, targets)
     return Part(
         server=server,
         vertices=own,

@@ -57,7 +57,7 @@ def write_parts(graph: Graph, model: Model, servers: int, intervals: int, folder
     """Cut the graph and write a part for each server; returns how many intervals each has."""
     if servers < 1 or intervals < 1:
         raise UsageError(f"{servers} servers with {intervals} intervals: there is at least one of each")
-    parts = cut(graph, owners(graph, servers), intervals)
+    parts = cut(graph, owners(graph, servers), intervals, attention=model.kind == "gat")
     source = source_rows(graph, model)
     labels, roles = torch.from_numpy(graph.labels), torch.from_numpy(graph.roles)
     for part in parts:
@@ -71,11 +71,12 @@ def source_rows(graph: Graph, model: Model) -> Tensor:
     features = torch.from_numpy(graph.features)
     if orders(model)[0] != "cached":
         return features
-    whole = cut(graph, np.zeros(graph.vertices, np.int64), 1)[0]
-    pointers, indices, weights = map(torch.from_numpy, (whole.indptr, whole.indices, whole.weights))
+    root = torch.from_numpy(1.0 / np.sqrt(graph.degrees + 1.0)).float().unsqueeze(1)
+    scaled = features * root
     gathered = torch.empty_like(features)
-    Adjacency(pointers, indices, weights, 0, graph.vertices, graph.vertices).gather(features, gathered)
-    return gathered
+    pointers, indices = torch.from_numpy(graph.indptr.astype(np.int32)), torch.from_numpy(graph.indices)
+    Adjacency(pointers, indices, torch.ones(graph.edges), 0, graph.vertices, graph.vertices).gather(scaled, gathered)
+    return gathered.add_(scaled).mul_(root)
 
 
 def write_initial(weights: dict[int, Weights], checkpoints: str) -> None:
