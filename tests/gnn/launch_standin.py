@@ -75,7 +75,10 @@ class Desk:
     async def welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._wires.append(writer)
         self._talks.append(asyncio.current_task())
-        card = json.loads(await reader.readline())
+        line = await reader.readline()
+        if not line:
+            return  # ended before it could show its card
+        card = json.loads(line)
         self._cards.put_nowait(card)
         await reader.read()
         self.gone.put_nowait(card["pid"])
