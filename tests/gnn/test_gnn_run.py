@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,9 @@ from tests.gnn import peer
 from tests.gnn.house import small_graph, small_model
 
 from culm.errors import UsageError
-from culm.gnn import Model, Result, train
+from culm.gnn import Model, Result, Watcher, train
 from culm.gnn.launch.base import Ticket
+from culm.gnn.ledger import Epoch
 from culm.gnn.model import initial_weights, state_dict
 from culm.gnn.worker import serve
 
@@ -153,3 +156,21 @@ def test_a_wrong_request_is_refused_before_anything_starts(
         run(small_model(GRAPH), **{**options, "out": str(tmp_path / "run")})
     assert sentence in str(refused.value)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.real
+def test_the_only_worker_hangs_and_is_replaced(tmp_path: Path) -> None:
+    model = small_model(GRAPH)
+    stopped: list[int] = []
+
+    def stop(done: Epoch, at: float) -> None:
+        if done.epoch >= 4 and not stopped:
+            stopped.extend(e["pid"] for e in events(tmp_path / "run") if e["kind"] == "worker-up")
+            os.kill(stopped[0], signal.SIGSTOP)
+
+    result = run(model, workers=1, evaluate_every=2, out=str(tmp_path / "run"), watcher=Watcher(epoch=stop))
+    assert stopped
+    assert result.losses == pytest.approx(reference(model), abs=1e-5)
+    assert result.summary["workers_lost"] == 1
+    assert result.summary["relaunches"] >= 1
+    assert nobody_left(tmp_path / "run")

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _LOOK_S = 0.05
 _ARRIVE_S = 20.0
 """A worker that was asked for and has not called by then is taken for lost."""
+_SILENT_S = 8.0
+"""Without a beat of a worker."""
 _GIVE_UP_S = 120.0
 """Without a single worker for so long, the run ends."""
 
@@ -30,6 +32,7 @@ _GIVE_UP_S = 120.0
 class _Worker:
     link: Link
     since: float
+    heard: float
     pid: int = 0
     host: str = ""
 
@@ -100,6 +103,7 @@ class Desk:
                 self._asked += [now] * missing
                 self.launched += missing
                 await self._launcher.launch(self._ticket, missing)
+            self._replace_silent(now)
             self._send_home()
             if self._workers:
                 self._last_seen = now
@@ -109,6 +113,12 @@ class Desk:
                     f"check that the {self._launcher.name} launcher can start them"
                 )
             await asyncio.sleep(_LOOK_S)
+
+    def _replace_silent(self, now: float) -> None:
+        """One that hangs, or whose machine does, is as good as lost."""
+        for worker in [w for w in self._workers.values() if now - w.heard > _SILENT_S]:
+            worker.link.close()
+            self._lost(worker.link)
 
     def _send_home(self) -> None:
         """More than the target: the youngest go."""
@@ -124,7 +134,8 @@ class Desk:
             self._listener.refused += 1
             sock.close()
             return
-        self._workers[worker] = _Worker(Link(sock, worker, self._heard, self._lost), time.monotonic())
+        now = time.monotonic()
+        self._workers[worker] = _Worker(Link(sock, worker, self._heard, self._lost), now, now)
         if self._asked:
             self._asked.pop(0)
 
@@ -132,6 +143,9 @@ class Desk:
         del tensors
         worker = self._workers.get(link.name)
         if worker is None or not isinstance(message, say.Hello):
+            return
+        worker.heard = time.monotonic()
+        if worker.host:
             return
         worker.pid, worker.host = message.pid, message.host
         self._told(kind="worker-up", worker=link.name, pid=message.pid, host=message.host)

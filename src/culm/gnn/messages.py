@@ -28,7 +28,7 @@ class Roster(msgspec.Struct, frozen=True, tag="roster"):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """A worker to the desk."""
+    """A worker to the desk, at first and every few seconds: one that is silent for long is replaced."""
 
     pid: int
     host: str

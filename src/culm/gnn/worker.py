@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from culm.gnn.dense import Kept
     from culm.gnn.launch.base import Ticket
 
+BEAT_S = 1.0
+_LEAVE_S = 1.0
+"""Before its time is over a worker takes no more tasks."""
 _VERSIONS = 4
 """Of a layer's weights that are kept: the newest, and those of intervals that started earlier."""
 
@@ -70,9 +73,12 @@ class _Worker:
         address = f"{self._ticket.host}:{self._ticket.port}"
         me = f"worker {self._name} {self._ticket.run}"
         desk = await dial(address, self._ticket.token, me, self._heard_desk, lambda _: self._over.set())
-        desk.send(say.Hello(os.getpid(), socket.gethostname()))
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._over.wait(), max(0.0, self._ends - time.monotonic() - 1.0))
+        while not self._over.is_set() and time.monotonic() < self._ends - _LEAVE_S:
+            desk.send(say.Hello(os.getpid(), socket.gethostname()))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(
+                    self._over.wait(), min(BEAT_S, max(0.0, self._ends - _LEAVE_S - time.monotonic()))
+                )
         if self._generation is not None:
             await self._generation.leave()
         desk.close()
