@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING, cast
 
 import pytest
 import torch
 from tests.gnn.peer import pyg
 
+if TYPE_CHECKING:
+    from culm.gnn.link import Link
+
 from culm.errors import UsageError
 from culm.gnn import faults
 from culm.gnn.arena import Arena, mapped
-from culm.gnn.board import Pass, passes
+from culm.gnn.board import Pass, Task, passes
 from culm.gnn.lead import newest_common
 from culm.gnn.ledger import Evaluation, exhausted
 from culm.gnn.model import Model, initial_weights, model_of, state_dict
+from culm.gnn.seats import Seats
 from culm.gnn.shelf import Adam, Shelf
 from culm.gnn.tally import Tally
 from culm.gnn.tune import Tuner
@@ -98,6 +103,33 @@ def test_the_tuner_keeps_its_bounds() -> None:
     for _ in range(24):
         tuner.look(queue=0, running=0)
     assert tuner.workers == 1
+
+
+def test_a_far_worker_gets_more_tasks_at_a_time_and_a_near_one_two() -> None:
+    for way, many in ((0.0005, 2), (0.02, 6)):
+        seats = Seats(2)
+        seat = seats.join("w", cast("Link", None))
+        for number in range(200):
+            seat.tasks[Task(number, 0, 0)] = 0.0
+            seats.returned(seat, Task(number, 0, 0), way + 0.005 + 0.3, waited=0.3, seconds=0.005)
+        assert seats.in_flight in (many - 1, many)
+
+
+def test_a_task_goes_to_whoever_had_its_interval_last_unless_that_one_is_busier() -> None:
+    seats = Seats(2)
+    for name in ("a", "b"):
+        seats.join(name, cast("Link", None)).ready = True
+    one, other = Task(0, 0, 0), Task(0, 0, 1)
+    first = seats.choose(one)
+    assert first is not None
+    first.tasks[one] = 0.0
+    second = seats.choose(other)
+    assert second is not None
+    assert second is not first
+    first.tasks.clear()
+    assert seats.choose(Task(0, 3, 0)) is first
+    assert seats.choose(Task(0, 3, 1)) is second
+    assert seats.choose(one, avoid=("a", "b")) is None
 
 
 def evaluations(*values: float) -> list[Evaluation]:

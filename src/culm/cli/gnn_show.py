@@ -99,7 +99,8 @@ def ledger_table(summary: Mapping[str, Any], out: str | None) -> Table:
         f"(after epoch {summary['best_epoch'] + 1})",
         "final loss": f"{summary['final_loss']:.6g}",
         "time": f"{summary['wall_s']:.2f} s" + (f", {epoch_s * 1e3:.1f} ms an epoch" if epoch_s else ""),
-        "gradients": f"{summary['gradients']}, {'each counted once' if whole else 'NOT each counted once'}",
+        "learned from": f"{summary['samples']} times a vertex (expected {summary['samples_expected']}), "
+        + ("each counted once" if whole else "NOT each counted once"),
         "workers": f"{summary['workers']} ({summary['launcher']}), {summary['workers_lost']} lost, "
         f"{summary['relaunches']} tasks launched again",
         "servers lost": f"{len(summary['recoveries'])}",

@@ -13,7 +13,7 @@ From the ground up; a file imports only from files above it:
     setup, notes, host, server, parameters
                                         server processes: a seat, and what is done on it in a generation
     worker, desk, tune, launch/         elastic workers: the process, where it calls first, how many, where from
-    ledger, lead, faults                whoever leads: reports, generations, permits, kills on purpose
+    ledger, fetch, lead, faults         whoever leads: reports, weights, generations, permits, kills on purpose
     price, summary, page, plan/         money, figures, a page for people, plans
     request, running, api               `culm.gnn.train`
 """

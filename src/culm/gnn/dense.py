@@ -53,8 +53,8 @@ class Loss(NamedTuple):
     gradients: Gradients
     total: float
     """Sum of the losses of its training vertices."""
-    counts: tuple[int, int, int, int, int, int]
-    """Right and all, of the training, validation and test vertices."""
+    counts: tuple[int, ...]
+    """Training vertices that it is the loss of; in an evaluation right and all of training, validation and test."""
 
 
 class Dense:
@@ -106,9 +106,8 @@ class Dense:
         """The last AV: logits, loss (a mean over the `total` training vertices of the graph), and the way back."""
         layer = self._model.layers - 1
         source, logits = self._logits(layer, rows, weights, context)
-        counts = _counts(logits, labels, roles)
         if not context.train:
-            return Loss(None, {}, 0.0, counts)
+            return Loss(None, {}, 0.0, _counts(logits, labels, roles))
         chosen = (roles == TRAIN).nonzero().squeeze(1)
         chances = functional.log_softmax(logits[chosen], 1)
         picked = labels[chosen].unsqueeze(1)
@@ -118,7 +117,7 @@ class Dense:
         above = torch.zeros_like(logits).index_copy_(0, chosen, slope.div_(total))
         gradients: Gradients = {}
         back = self._entering_back(layer, above, weights, source, gradients)
-        return Loss(back, gradients, value, counts)
+        return Loss(back, gradients, value, (len(chosen),))
 
     def _hidden(
         self, layer: int, rows: Tensor, weights: Mapping[int, Weights], context: Context
@@ -198,13 +197,13 @@ def _dropped(rows: Tensor, p: float, layer: int, context: Context) -> Tensor:
     return torch.where(mask, rows * (1 / (1 - p)), 0.0)
 
 
-def _counts(logits: Tensor, labels: Tensor, roles: Tensor) -> tuple[int, int, int, int, int, int]:
+def _counts(logits: Tensor, labels: Tensor, roles: Tensor) -> tuple[int, ...]:
     right = logits.argmax(1) == labels
     found: list[int] = []
     for role in (TRAIN, VAL, TEST):
         mine = roles == role
         found += [int((right & mine).sum()), int(mine.sum())]
-    return tuple(found)  # type: ignore[return-value]
+    return tuple(found)
 
 
 def attend(scores: Tensor, offsets: Tensor) -> Tensor:

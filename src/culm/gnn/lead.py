@@ -18,19 +18,16 @@ from typing import TYPE_CHECKING
 from culm.errors import RunError
 from culm.gnn import messages as say
 from culm.gnn.board import passes
+from culm.gnn.fetch import fetch
 from culm.gnn.ledger import Epoch, Evaluation, Ledger, exhausted
-from culm.gnn.link import Link, dial
 from culm.gnn.setup import Generation, Member, Permit, Report, Setup, pack, unpack
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from culm.cluster.store import Store
     from culm.gnn.desk import Desk
     from culm.gnn.launch.base import Launcher, Ticket
     from culm.gnn.model import Weights
 
-_FETCH_S = 60.0
 _SUSPECT_S = 1.0
 _LOOK_S = 0.5
 _MOST_LOSSES = 50
@@ -60,7 +57,6 @@ class Leader:
         servers: Launcher,
         ticket: Ticket,
         *,
-        intervals: int,
         patience: int,
         latency_s: float,
         told: Callable[..., None],
@@ -71,7 +67,7 @@ class Leader:
         self._patience, self._latency_s = patience, latency_s
         self._told, self._epoch, self._evaluated = told, epoch, evaluated
         self._plan = passes(setup.epochs, setup.evaluate_every)
-        self.found = Findings(Ledger(setup.servers, intervals, setup.total, self._plan))
+        self.found = Findings(Ledger(setup.servers, setup.total, self._plan))
         self._generation = Generation(0, 0, 0)
         self._members: dict[str, Member] = {}
         self._seated: set[str] = set()
@@ -262,35 +258,11 @@ class Leader:
         await self._permit(number + 1)
 
     async def _fetch(self) -> dict[int, Weights]:
-        """The newest weights of all layers. Raises RunError if a parameter server does not answer."""
-        found: dict[int, Weights] = {}
-        complete = asyncio.get_running_loop().create_future()
-
-        def heard(_: Link, message: say.Message, tensors: list[Tensor]) -> None:
-            assert isinstance(message, say.Weights)
-            found[message.layer] = dict(zip(message.names, tensors, strict=True))
-            if len(found) == self._setup.model.layers and not complete.done():
-                complete.set_result(None)
-
-        def lost(_: Link) -> None:
-            if not complete.done():
-                complete.set_exception(RunError("a parameter server went away"))
-
-        links = []
-        try:
-            for member in [self._members.get(seat) for seat in self._setup.parameter_seats]:
-                if member is None:
-                    raise RunError("a parameter server was lost")
-                me = f"leader 0 {self._generation.number}"
-                links.append(await dial(member.address, self._ticket.token, me, heard, lost))
-                links[-1].send(say.Fetch(-1))
-            await asyncio.wait_for(complete, _FETCH_S)
-        except TimeoutError:
-            raise RunError("a parameter server does not answer") from None
-        finally:
-            for link in links:
-                link.close()
-        return found
+        seats = self._setup.parameter_seats
+        if any(seat not in self._members for seat in seats):
+            raise RunError("a parameter server was lost")
+        addresses = [self._members[seat].address for seat in seats]
+        return await fetch(addresses, self._ticket.token, self._generation.number, self._setup.model.layers)
 
 
 def newest_common(saved: list[list[int]]) -> int:

@@ -32,14 +32,13 @@ class Ledger:
     """Everything that graph servers have told. An epoch that is run again after a loss replaces itself."""
 
     servers: int
-    intervals: int
-    """Of a server."""
     total: int
+    """Training vertices of the graph."""
     plan: Sequence[Pass]
     losses: dict[int, float] = field(default_factory=dict)
     evaluations: dict[int, Evaluation] = field(default_factory=dict)
-    gradients: dict[int, int] = field(default_factory=dict)
-    """By epoch: intervals that counted in it."""
+    vertices: dict[int, int] = field(default_factory=dict)
+    """By epoch: training vertices that counted in it."""
     _open_losses: dict[tuple[int, int], dict[int, tuple[float, int]]] = field(default_factory=dict)
     _open_counts: dict[tuple[int, int], dict[int, tuple[int, ...]]] = field(default_factory=dict)
     _ends: dict[tuple[int, int], dict[int, float]] = field(default_factory=dict)
@@ -70,7 +69,7 @@ class Ledger:
             return None
         del self._open_losses[report.generation, epoch]
         self.losses[epoch] = sum(given[s][0] for s in range(self.servers)) / self.total
-        self.gradients[epoch] = sum(count for _, count in given.values())
+        self.vertices[epoch] = sum(count for _, count in given.values())
         return Epoch(epoch, self.losses[epoch])
 
     def _evaluation(self, report: Report, epoch: int, counts: tuple[int, ...]) -> Evaluation | None:
@@ -105,9 +104,13 @@ class Ledger:
                 found.append(max(ends.values()) - max(before.values()))
         return found
 
-    def missing(self) -> int:
-        """Intervals that have not counted in an epoch that is there: always zero, or something is broken."""
-        return sum(self.servers * self.intervals - count for count in self.gradients.values())
+    def lost(self) -> int:
+        """Training vertices that have not counted in an epoch that is done: zero, or something is broken."""
+        return sum(max(0, self.total - count) for count in self.vertices.values())
+
+    def duplicated(self) -> int:
+        """And those that have counted more than once."""
+        return sum(max(0, count - self.total) for count in self.vertices.values())
 
 
 def exhausted(evaluations: Sequence[Evaluation], patience: int) -> str | None:

@@ -77,6 +77,8 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     counts: tuple[int, ...]
     seconds: float
     """Of computing."""
+    waited: float
+    """Seconds that it lay at the worker before."""
     kept: bool
 
 

@@ -20,7 +20,7 @@ class Notes:
 
     def __init__(self, server: int, generation: int, intervals: int) -> None:
         self._server, self._generation, self._intervals = server, generation, intervals
-        self._losses: dict[int, dict[int, float]] = {}
+        self._losses: dict[int, dict[int, tuple[float, int]]] = {}
         """By epoch and interval, so that the sum has one order."""
         self._evaluations: dict[int, dict[int, tuple[int, ...]]] = {}
         self._ended: dict[int, float] = {}
@@ -31,7 +31,7 @@ class Notes:
     def loss(self, now: Pass, interval: int, outcome: Outcome) -> None:
         """The last AV of an interval."""
         if now.train:
-            self._losses.setdefault(now.epoch, {})[interval] = outcome.loss
+            self._losses.setdefault(now.epoch, {})[interval] = (outcome.loss, outcome.counts[0])
             return
         self._evaluations.setdefault(now.epoch, {})[interval] = outcome.counts
         if len(self._evaluations[now.epoch]) == self._intervals:
@@ -53,7 +53,7 @@ class Notes:
     def report(self, board: Board, workers: int) -> Report:
         """All that is complete and has not been told."""
         losses = {
-            e: (sum(loss for _, loss in sorted(v.items())), len(v))
+            e: (sum(loss for _, (loss, _) in sorted(v.items())), sum(count for _, count in v.values()))
             for e, v in self._losses.items()
             if len(v) == self._intervals
         }

@@ -101,7 +101,7 @@ class _Run:
         desk = Desk(self._run, self._token, self._workers, first, seconds=self._wanted.worker_seconds, told=self._event)
         leader = Leader(
             setup, store.client("leader"), desk, self._servers, ticket,
-            intervals=intervals, patience=self._wanted.patience, latency_s=self._wanted.latency_s,
+            patience=self._wanted.patience, latency_s=self._wanted.latency_s,
             told=self._event, epoch=self._epoch, evaluated=self._evaluated,
         )  # fmt: skip
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,10 @@ from culm.gnn.board import Task
 
 if TYPE_CHECKING:
     from culm.gnn.link import Link
+
+
+_SMOOTHING = 0.1
+_MOST = 16
 
 
 @dataclass(eq=False)
@@ -19,7 +24,8 @@ class Seat:
     link: Link
     mapped: bool = False
     ready: bool = False
-    tasks: set[Task] = field(default_factory=set)
+    tasks: dict[Task, float] = field(default_factory=dict)
+    """What it has, since when."""
     kept: dict[tuple[int, int], int] = field(default_factory=dict)
     """By interval and layer: the pass whose forward it has kept."""
 
@@ -28,7 +34,9 @@ class Seats:
     """All workers of a server."""
 
     def __init__(self, in_flight: int) -> None:
-        self._in_flight = in_flight
+        self._least = self.in_flight = in_flight
+        """Tasks that a worker has at a time: enough to keep it busy while others are on their way."""
+        self._way = self._compute = 0.0
         self._seats: dict[str, Seat] = {}
         self._last: dict[int, str] = {}
         """By interval: the worker that had it last, which may have kept what a backward needs."""
@@ -46,13 +54,22 @@ class Seats:
     def get(self, name: str) -> Seat | None:
         return self._seats.get(name)
 
+    def returned(self, seat: Seat, task: Task, now: float, *, waited: float, seconds: float) -> None:
+        """A task came back: how long the way takes beside the work says how many must be under way."""
+        since = seat.tasks.pop(task, None)
+        if since is not None:
+            self._way += _SMOOTHING * (max(0.0, now - since - waited - seconds) - self._way)
+            self._compute += _SMOOTHING * (seconds - self._compute)
+            wanted = 1 + math.ceil(self._way / max(self._compute, 1e-3))
+            self.in_flight = min(max(self._least, wanted), _MOST)
+
     def leave(self, name: str) -> None:
         self._seats.pop(name, None)
 
     def choose(self, task: Task, avoid: tuple[str, ...] = ()) -> Seat | None:
         """Who gets a task: the last one that had the interval if it has room, else the least busy. Never one that works
         on the same task already."""
-        free = [s for s in self._seats.values() if s.ready and len(s.tasks) < self._in_flight and s.name not in avoid]
+        free = [s for s in self._seats.values() if s.ready and len(s.tasks) < self.in_flight and s.name not in avoid]
         if not free:
             return None
         last = self._last.get(task.interval)

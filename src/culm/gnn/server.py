@@ -201,8 +201,9 @@ class GraphSession:
             pieces=tuple((p.table, p.start, p.stop) for p in pieces),
             kept=kept,
         )
-        seat.tasks.add(task)
-        self._board.begin(task, seat.name, time.monotonic())
+        now_s = time.monotonic()
+        seat.tasks[task] = now_s
+        self._board.begin(task, seat.name, now_s)
         seat.link.send(message, [] if seat.mapped else self._shard.rows(pieces))
 
     def _count(self, task: Task, step: Step, outcome: Outcome) -> None:
@@ -279,13 +280,13 @@ class GraphSession:
         self._wake.set()
 
     def _refused(self, seat: Seat, task: Task) -> None:
-        seat.tasks.discard(task)
+        seat.tasks.pop(task, None)
         seat.kept.clear()
         self._board.refused(task, seat.name)
 
     def _returned(self, seat: Seat, message: say.Done, tensors: list[Tensor]) -> None:
         task = Task(*message.task)
-        seat.tasks.discard(task)
+        self._seats.returned(seat, task, time.monotonic(), waited=message.waited, seconds=message.seconds)
         self._notes.worked(message.seconds)
         if not self._board.current(task):
             self._notes.refused += 1

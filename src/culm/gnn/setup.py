@@ -46,7 +46,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     threads: int
     """Of a graph server."""
     in_flight: int = 2
-    """Tasks that a worker has at a time: one is computed while the rows of the next travel."""
+    """Tasks that a worker has at a time, at least: one is computed while the rows of the next travel."""
     host: str = "127.0.0.1"
     share: bool = True
     """Workers on the same machine map the tables of servers."""
@@ -92,7 +92,7 @@ class Report(msgspec.Struct, frozen=True):
     generation: int
     server: int
     losses: dict[int, tuple[float, int]]
-    """By epoch: sum of the losses, and over how many intervals."""
+    """By epoch: sum of the losses, and over how many training vertices."""
     evaluations: dict[int, tuple[int, ...]]
     """By epoch: right and all of training, validation, test."""
     ended: dict[int, float]

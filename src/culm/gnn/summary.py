@@ -6,7 +6,6 @@ import hashlib
 from typing import TYPE_CHECKING, Any
 
 from culm.gnn.price import bill, prices_of, value
-from culm.gnn.program import parts
 
 if TYPE_CHECKING:
     from culm.gnn.desk import Desk
@@ -47,10 +46,10 @@ def summarise(
     return {
         "steps": epochs,
         "epochs": epochs,
-        "samples": epochs * graph.train_vertices,
+        "samples": sum(ledger.vertices.values()),
         "samples_expected": epochs * graph.train_vertices,
-        "samples_lost": ledger.missing(),
-        "samples_duplicated": max(0, -ledger.missing()),
+        "samples_lost": ledger.lost(),
+        "samples_duplicated": ledger.duplicated(),
         "final_loss": ledger.losses[max(ledger.losses)] if ledger.losses else None,
         "test_accuracy": None if best is None else best.test,
         "val_accuracy": None if best is None else best.val,
@@ -74,7 +73,6 @@ def summarise(
         "intervals": intervals,
         "workers": desk.target,
         "launcher": launcher,
-        "gradients": sum(ledger.gradients.values()) * sum(parts(setup.model).values()),
         "relaunches": int(ledger.total_of("relaunches")),
         "late_results": int(ledger.total_of("refused")),
         "worker_tasks": int(ledger.total_of("worker_tasks")),

@@ -56,6 +56,7 @@ class _Job:
     server: Link = field(compare=False)
     work: say.Work = field(compare=False)
     inputs: list[Tensor] = field(compare=False)
+    arrived: float = field(compare=False)
 
 
 class _Worker:
@@ -178,7 +179,7 @@ class _Generation:
     def _take(self, link: Link, work: say.Work, tensors: list[Tensor]) -> None:
         tables = self._tables.get(link)
         inputs = tensors if tables is None else [tables[t][a:b] for t, a, b in work.pieces]
-        heapq.heappush(self._jobs, _Job(work.task, link, work, inputs))
+        heapq.heappush(self._jobs, _Job(work.task, link, work, inputs, time.perf_counter()))
         for layer, version in work.versions.items():
             self._pull(layer, version)
         self._wake.set()
@@ -207,7 +208,7 @@ class _Generation:
             weights = {layer: self._weights[layer][v] for layer, v in job.work.versions.items()}
             begun = time.perf_counter()
             outcome = await loop.run_in_executor(self._thread, self._compute, job, weights, kept)
-            self._answer(job, outcome, time.perf_counter() - begun)
+            self._answer(job, outcome, begun)
 
     def _next(self) -> _Job | None:
         """The oldest task whose weights are there."""
@@ -229,7 +230,7 @@ class _Generation:
         with torch.inference_mode():
             return self._kernel.run(Step(kind, layer, back, "worker"), Pass(*job.work.now), job.inputs, weights, kept)
 
-    def _answer(self, job: _Job, outcome: Outcome, seconds: float) -> None:
+    def _answer(self, job: _Job, outcome: Outcome, begun: float) -> None:
         number, _, interval = job.work.task
         keeps = outcome.kept is not None and job.work.now[2]
         if keeps and outcome.kept is not None:
@@ -241,7 +242,8 @@ class _Generation:
             named=tuple(key for key, _ in named),
             loss=outcome.loss,
             counts=tuple(outcome.counts),
-            seconds=seconds,
+            seconds=time.perf_counter() - begun,
+            waited=begun - job.arrived,
             kept=keeps,
         )
         rows = [] if outcome.rows is None else [outcome.rows]
