@@ -19,9 +19,7 @@ from culm.errors import UsageError
 
 
 def bench(
-    name: Annotated[
-        str, typer.Argument(metavar="NAME", help="pipeline (beside torch's own), planner, gnn (beside PyG).")
-    ],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="pipeline, planner, gnn, simulator, resilience.")],
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds: a first impression.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print the figures as JSON, all else on stderr.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False,
