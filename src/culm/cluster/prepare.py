@@ -71,7 +71,7 @@ def prepare(job: Job, request: Request, *, progress: Told = lambda *_: None) -> 
         eager=eager,
         joint=_joint(job),
         costs=_segment_costs(profile, cuts),
-        activations=None,
+        activations=_activations(request.memory, profile, cuts, plan) if strategy != "none" else None,
         why=why,
     )
 
@@ -115,6 +115,22 @@ def _segment_costs(profile: Profile, cuts: tuple[int, ...]) -> tuple[tuple[float
         (sum(c.forward_s for c in layers), sum(c.input_s for c in layers), sum(c.weight_s for c in layers))
         for layers in segments
     )
+
+
+def _activations(memory: int | None, profile: Profile, cuts: tuple[int, ...], plan: Plan) -> int | None:
+    """How many activations the fullest stage has room for beside what a recovery needs: the weights of the step before,
+    the complete sums, and what crosses the boundaries of a stage in two open steps."""
+    if memory is None:
+        return None
+    found = []
+    for span in spans(cuts, len(profile.layers)):
+        layers = profile.layers[span.start : span.stop]
+        before = profile.layers[span.start - 1].output_bytes if span.start else 0
+        crossing = 2 * len(plan.micros_of(0)) * (layers[-1].output_bytes + before)
+        state = sum(layer.resident_bytes + 2 * layer.parameter_bytes for layer in layers)
+        room = memory - state - crossing
+        found.append(max(1, room // max(1, sum(layer.activation_bytes for layer in layers))))
+    return min(found)
 
 
 def _joint(job: Job) -> bool:
