@@ -18,7 +18,7 @@ from culm.errors import UsageError
 
 
 def bench(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="pipeline, beside torch's own; planner.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="pipeline, beside torch's own; planner; simulator.")],
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds: a first impression.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print the figures as JSON, all else on stderr.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False,
@@ -70,9 +70,20 @@ def _planner(quick: bool) -> tuple[Any, Any]:
     return result, planner.table(result)
 
 
+def _simulator(quick: bool) -> tuple[Any, Any]:
+    from benchmarks import simulator
+
+    result = simulator.run(quick=quick, progress=_progress)
+    return result, simulator.table(result)
+
+
 def _progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-BENCHES: dict[str, Callable[[bool], tuple[Any, Any]]] = {"pipeline": _pipeline, "planner": _planner}
+BENCHES: dict[str, Callable[[bool], tuple[Any, Any]]] = {
+    "pipeline": _pipeline,
+    "planner": _planner,
+    "simulator": _simulator,
+}
 """By name: what runs it, quickly or not, and gives the figures and a table of them."""
