@@ -127,6 +127,13 @@ def test_zones_are_spread_so_that_losing_one_leaves_a_holder_of_every_stage() ->
     assert run.rollbacks == 0
 
 
+def test_a_name_that_comes_again_is_warmed_up_again() -> None:
+    again = trace((0.0, "add", 12), (0.005, "remove", 12), (0.01, "add", 12), nodes=11)
+    run = play(SCENE, "checkpoint", again, PRICE)
+    full = next(point.t for point in run.points if point.rate == pytest.approx(WORK.samples / SCENE.steps.healthy(3)))
+    assert full >= 0.01 * HOUR + CHARGES.warm_up_s
+
+
 def test_with_too_few_nodes_a_run_waits() -> None:
     run = play(SCENE, "reroute", trace(nodes=3), PRICE)
     assert run.samples == 0

@@ -82,6 +82,7 @@ def _progress(line: str) -> None:
 BENCHES: dict[str, Callable[[bool], tuple[Any, Any]]] = {
     "pipeline": _pipeline,
     "planner": _module("planner"),
+    "simulator": _module("simulator"),
     "gnn": _module("gnn"),
 }
 """By name: what runs it, quickly or not, and gives the figures and a table of them."""

@@ -110,11 +110,13 @@ class Engine:
         self.now = 0.0
         self.rate = 0.0
         self.pauses: list[tuple[str, float]] = []
+        self.nodes: dict[str, Node] = {}
         self.alive = 0
+        self.paid_until = 0.0
         self.moments = 0
         self.warming: list[tuple[float, Node]] = []
         self.ready: set[str] = set()
-        self.gone: set[str] = set()
+        self.coming: dict[str, float] = {}
         self.since_checkpoint = 0.0
         self.saved: list[_Saved] = [_Saved(0.0, 0.0, 0.0)]
         self.trained_s = 0.0
@@ -144,18 +146,25 @@ class Engine:
 
     def _ready(self, at: float) -> Iterator[Node]:
         while self.warming and self.warming[0][0] <= at:
-            _, node = heapq.heappop(self.warming)
-            if node.name not in self.gone:
+            due, node = heapq.heappop(self.warming)
+            # A node may have gone meanwhile, and even have come again: then this is not its time.
+            if self.coming.get(node.name) == due:
+                del self.coming[node.name]
                 yield node
 
     def _change(self, events: list[Event]) -> None:
         """What happens at one moment: losses first, since they do not know of the newcomers."""
-        lost = [Node(event.node, event.zone) for event in events if event.kind == "remove"]
+        lost = []
         for event in events:
-            if event.kind == "add":
-                self.gone.discard(event.node)
-                heapq.heappush(self.warming, (self.now + self.charges.warm_up_s, Node(event.node, event.zone)))
-        self.alive += len(events) - 2 * len(lost)
+            self.coming.pop(event.node, None)
+            if event.kind == "remove":
+                # By name: not every trace says of a node that goes where it was.
+                lost.append(self.nodes.pop(event.node))
+            else:
+                node = self.nodes[event.node] = Node(event.node, event.zone)
+                due = self.coming[event.node] = self.now + self.charges.warm_up_s
+                heapq.heappush(self.warming, (due, node))
+        self.alive = len(self.nodes)
         self.moments += self.now > 0
         if lost:
             self._lose(lost)
@@ -164,7 +173,6 @@ class Engine:
     def _lose(self, lost: list[Node]) -> None:
         self.run.preemptions += len(lost)
         took_part = [node for node in lost if node.name in self.ready]
-        self.gone.update(node.name for node in lost)
         self.ready.difference_update(node.name for node in lost)
         if took_part:
             self.strategy.expected_s = self._expected()
@@ -209,8 +217,6 @@ class Engine:
         left = t - self.now
         if left <= 0:
             return
-        self.run.node_s += self.alive * left
-        self.run.usd += self.alive * left * self.usd_s
         while self.pauses and left > 0:
             kind, seconds = self.pauses[0]
             spent = min(seconds, left)
@@ -225,6 +231,13 @@ class Engine:
         else:
             self.run.spend("wait", left)
         self.now = t
+        self._pay()
+
+    def _pay(self) -> None:
+        """For the nodes that were there since it was last done."""
+        since, self.paid_until = self.now - self.paid_until, self.now
+        self.run.node_s += self.alive * since
+        self.run.usd += self.alive * since * self.usd_s
 
     def _train(self, seconds: float) -> None:
         """Train, and write checkpoints as they come due."""
@@ -252,5 +265,6 @@ class Engine:
         self.saved = [*usable[-1:], *coming, _Saved(due, self.run.samples, self.trained_s)]
 
     def _mark(self) -> None:
+        self._pay()
         rate = 0.0 if self.pauses else self.rate
         self.run.points.append(Point(self.now, self.alive, rate, self.run.usd))

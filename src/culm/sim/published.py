@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from culm.plan.reconfigure import Outlook, State, bamboo
+from culm.plan.reconfigure import Outlook, bamboo
 from culm.sim.engine import Turn
+from culm.sim.led import Seen
 from culm.sim.strategy import Saving, Scene, Slotted, Way
 from culm.sim.uneven import Templates
 
@@ -151,11 +152,13 @@ class Bamboo(Slotted):
         """The published rule for a rebalancing, as the planner has it."""
         slots = self.slots
         everyone = [*slots.nodes.values(), *slots.standby.values()]
-        state = State(
+        state = Seen(
             alive={node.name: node.zone for node in everyone},
             slots={slot: node.name for slot, node in slots.nodes.items()},
             depths=(slots.stages,) * slots.pipelines,
             most=slots.most,
+            empty=frozenset(slots.holes),
+            spare=tuple(slots.standby),
         )
         return bamboo(state, _NO_OUTLOOK, 0.0)[0].kind != "stay"
 
