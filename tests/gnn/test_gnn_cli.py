@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.gnn.folder import nobody_left
 
 from culm.cli import main
 from culm.gnn.page import page
@@ -99,3 +103,23 @@ def test_a_page_escapes_what_it_shows_and_needs_no_points() -> None:
     assert "<b>" not in made
     assert "<i>" not in made
     assert "<svg" not in made
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_everything_that_was_started(number: signal.Signals, tmp_path: Path) -> None:
+    words = ["--graph", SMALL, "--epochs", "100000", "--out", str(tmp_path / "run")]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "culm", "gnn", "run", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    while "loss" not in process.stdout.readline():
+        assert process.poll() is None
+    process.send_signal(number)
+    assert process.wait() == 128 + number
+    assert "Traceback" not in process.stdout.read()
+    process.stdout.close()
+    assert nobody_left(tmp_path / "run")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.gnn import peer
+from tests.gnn.folder import events, nobody_left
 from tests.gnn.house import small_graph, small_model
 
 from culm.errors import UsageError
@@ -31,23 +32,6 @@ def run(model: Model, **options: Any) -> Result:
 
 def reference(model: Model) -> list[float]:
     return peer.losses(GRAPH, model, state_dict(initial_weights(model, 0, None)), EPOCHS)
-
-
-def events(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-
-
-def nobody_left(folder: Path) -> bool:
-    pids = [e["pid"] for e in events(folder) if "pid" in e]
-    return bool(pids) and not any(map(alive, pids))
-
-
-def alive(pid: int) -> bool:
-    """Whether it runs; one that has ended and was not waited for yet does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.mark.real

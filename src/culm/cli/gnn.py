@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,6 +14,7 @@ from culm.cli.display import console_on
 from culm.cli.failing import failing
 from culm.cli.gnn_plan import gnn_plan
 from culm.cli.gnn_show import Progress, ledger_table
+from culm.cli.launch import Interrupted
 from culm.errors import UsageError
 from culm.observe.folder import plain
 
@@ -65,7 +69,7 @@ def run(
 
         console = console_on(stderr=json_)
         progress = Progress(console, epochs, quiet=quiet)
-        with progress:
+        with terminable(), progress:
             result: Result = train(
                 graph, model, layers=layers, hidden=hidden, heads=heads, dropout=dropout, input_dropout=input_dropout,
                 lr=lr, weight_decay=weight_decay, servers=servers, parameter_servers=parameter_servers,
@@ -82,6 +86,27 @@ def run(
 
 
 app.command("plan")(gnn_plan)
+
+
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """SIGTERM ends a run as Ctrl-C does: everything that was started is ended, then the command with 128 + 15."""
+    heard = []
+
+    def stop(number: int, frame: object) -> None:
+        del frame
+        heard.append(number)
+        signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not heard:
+            raise
+        raise Interrupted(signal.SIGTERM, "terminated") from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _workers(text: str) -> int | str:
