@@ -412,6 +412,7 @@ class Leader:
         slots = {member.node: slot for slot, member in enumerate(old.members) if member is not None}
         standings = {slots[node]: standing for node, standing in halting.standings.items()}
         committed = self.ledger.next_step
+        ready_made = self.plans.hits
         number, address = halting.number, self.transport.address
         if self._nothing_learned(standings):
             setup = self.setup
@@ -440,6 +441,7 @@ class Leader:
             members=[member.node for member in made.epoch.alive],
             step=made.epoch.start,
             open_steps=made.epoch.recovery.steps,
+            planned_ahead=self.plans.hits > ready_made,
             why=made.why,
         )
         await self._put_epoch(made.epoch)

@@ -1,0 +1,77 @@
+"""After a loss: protection is restored, roles move to where a hole hurts least, and the next plan is made ahead."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from culm.job import Job
+from culm.schedule import Plan, check
+from culm.testing import Faults, Simulated, reference, simulate
+
+from .jobs import job
+
+
+def hurt(described: Job, faults: Faults, out: Path, **request: Any) -> tuple[Simulated, list[dict[str, Any]]]:
+    """The run, which learns what it would have, and its events."""
+    run = simulate(described, faults=faults, out=str(out), cost=lambda *_: 0.01, latency=0.001, **request)
+    assert run.state_sha256 == reference(described).state_sha256
+    assert run.summary["samples"] == run.summary["samples_expected"]
+    return run, [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+
+
+def test_two_holes_in_one_stage_are_spread_over_two(tmp_path: Path) -> None:
+    """A worker of another stage takes a copy of the layers, and then fills the slot."""
+    described = job(steps=8, exact=True, global_batch=24)
+    faults = Faults().kill((1, 4), at="1B1", step=1)
+    _, events = hurt(described, faults, tmp_path, pipelines=3, stages=3, strategy="reroute")
+    epochs = [event for event in events if event["kind"] == "epoch"]
+    assert "will move" in epochs[1]["why"]
+    assert "runs stage 1 from now on" in epochs[2]["why"]
+    assert len([event for event in events if event["kind"] == "lost"]) == 2
+
+
+def test_a_stage_with_one_holder_left_gets_a_second_one_before_anything_else(tmp_path: Path) -> None:
+    described = job(steps=6, exact=True)
+    faults = Faults().kill(1, at="1B0", step=1).kill(3, at="1B2", step=4)
+    run, events = hurt(described, faults, tmp_path, pipelines=2, stages=2, strategy="reroute")
+    assert [event["stage"] for event in events if event["kind"] == "protected"][0] == 1
+    assert run.summary["preemptions"] == 2, "the copy took over when the last of the stage's own workers was lost"
+    assert run.summary["at_risk_s"] > 0
+    assert [recovered["source"] for recovered in run.summary["recoveries"]] == ["peers", "shadow"]
+
+
+def test_the_plan_for_a_loss_is_there_before_it_happens(tmp_path: Path) -> None:
+    described = job(steps=6, exact=True)
+    faults = Faults().kill(2, at="0B2", step=1).kill(5, at="1B3", step=4)
+    _, events = hurt(described, faults, tmp_path, pipelines=3, stages=2, strategy="reroute")
+    assert [event.get("planned_ahead") for event in events if event["kind"] == "epoch"] == [None, True, True]
+
+
+@pytest.mark.parametrize("kind", ["frame", "letter"])
+@pytest.mark.parametrize("nth", [1, 3])
+def test_what_gets_lost_on_its_way_is_sent_again(tmp_path: Path, kind: Any, nth: int) -> None:
+    """Nobody is gone, so nobody says so: that nothing moves any more is the only sign."""
+    described = job(steps=4, exact=True)
+    faults = Faults().lose(1, 0, nth=nth, kind=kind)
+    run, events = hurt(described, faults, tmp_path, pipelines=2, stages=2, strategy="reroute")
+    assert run.summary["preemptions"] == 0
+    assert run.strikes
+    stalled = [event for event in events if event["kind"] == "stalled"]
+    assert len(stalled) <= 1, "once is enough"
+
+
+def test_a_plan_in_which_a_worker_has_moved_is_one_that_can_run() -> None:
+    from culm.plan.layout import World, arrange_around
+    from culm.schedule import generate
+
+    full = generate("1f1b", pipelines=3, stages=3, micro_batches=12)
+    held = {slot: frozenset({slot % 3}) for slot in range(9) if slot not in (1, 4)}
+    held[2] = frozenset({1})
+    layout = arrange_around(World(plan=full, strategy="reroute", held=held, running=full))
+    assert layout.plan.stages_of(2) == (1,)
+    assert Plan.from_text(layout.plan.to_text()) == layout.plan
+    check(layout.plan)
