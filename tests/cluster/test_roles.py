@@ -38,7 +38,7 @@ def test_a_stage_with_one_holder_left_gets_a_second_one_before_anything_else(tmp
     described = job(steps=6, exact=True)
     faults = Faults().kill(1, at="1B0", step=1).kill(3, at="1B2", step=4)
     run, events = hurt(described, faults, tmp_path, pipelines=2, stages=2, strategy="reroute")
-    assert [event["stage"] for event in events if event["kind"] == "protected"][0] == 1
+    assert next(event["stage"] for event in events if event["kind"] == "protected") == 1
     assert run.summary["preemptions"] == 2, "the copy took over when the last of the stage's own workers was lost"
     assert run.summary["at_risk_s"] > 0
     assert [recovered["source"] for recovered in run.summary["recoveries"]] == ["peers", "shadow"]
