@@ -61,11 +61,14 @@ class Training:
         )
         self.nursery, self.everyone = 0, list[int]()
 
-    def wait_for_steps(self) -> None:
+    def line(self, start: str, part: str = "") -> str:
+        """The next line on stdout that begins so, and has that in it; empty: the command has ended."""
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith("step "):
-                break
+        found = (line for line in self.process.stdout if line.startswith(start) and part in line)
+        return next(found, "").rstrip("\n")
+
+    def wait_for_steps(self) -> None:
+        assert self.line("step ")
         (self.nursery,) = children(self.process.pid)
         self.everyone = [self.process.pid, *below(self.process.pid)]
 

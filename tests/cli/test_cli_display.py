@@ -148,6 +148,8 @@ def summary(**changes: Any) -> dict[str, Any]:
         "checkpoints": [2, 4],
         "skipped_steps": 0,
         "evaluations": {},
+        "preemptions": 0,
+        "recoveries": [],
     }
     return {**fields, **changes}
 
@@ -175,6 +177,13 @@ def test_the_ledger_names_skipped_steps_and_the_last_evaluation() -> None:
     shown = ledger(skipped_steps=3, evaluations={1: 2.0, 3: 1.75})
     assert "skipped steps" in shown
     assert "loss 1.75 after step 4" in shown
+
+
+def test_the_ledger_names_the_preemptions_that_were_survived() -> None:
+    assert "preemptions   none" in ledger()
+    recoveries = [{"lost": [3], "step": 5, "source": "peers"}, {"lost": [1, 2], "step": 7, "source": "shadow"}]
+    shown = ledger(preemptions=3, recoveries=recoveries)
+    assert "3 survived: node 3 in step 5 by peers, nodes 1 and 2 in step 7 by shadow" in shown
 
 
 def test_durations_are_written_for_people() -> None:

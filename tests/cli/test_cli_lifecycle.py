@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 from collections.abc import Callable
@@ -52,7 +53,7 @@ def test_an_interrupt_before_the_nodes_are_up_ends_everything() -> None:
 def test_an_agent_that_is_killed_ends_the_run_with_a_sentence_whether_it_leads_or_not(
     training: Start, victim: int
 ) -> None:
-    run = training()
+    run = training("--strategy", "none")
     code, said = run.end(run.agents[victim])
     assert code == 1
     assert f"culm: node {victim}" in one_sentence(said)
@@ -61,11 +62,27 @@ def test_an_agent_that_is_killed_ends_the_run_with_a_sentence_whether_it_leads_o
 
 
 def test_a_worker_that_is_killed_ends_the_run_with_a_sentence(training: Start) -> None:
-    run = training()
+    run = training("--strategy", "none")
     (worker,) = children(run.agents[1])
     code, said = run.end(worker)
     assert code == 1
     assert "node" in one_sentence(said)
+    assert run.left() == []
+
+
+@pytest.mark.parametrize("victim", [0, 1], ids=["node 0", "node 1"])
+@pytest.mark.parametrize("whole", [True, False], ids=["agent", "worker"])
+def test_unless_told_otherwise_a_run_goes_on_without_a_process_that_is_killed(
+    training: Start, victim: int, whole: bool
+) -> None:
+    run = training()
+    agent = run.agents[victim]
+    os.kill(agent if whole else children(agent)[0], signal.SIGKILL)
+    assert run.line("node ") == f"node {victim} is gone"
+    assert f"went on without node {victim}, by shadow" in run.line("step ", "went on")
+    code, said = run.end(run.process.pid, signal.SIGINT)
+    assert code == 130
+    assert "interrupted" in one_sentence(said)
     assert run.left() == []
 
 

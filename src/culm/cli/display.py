@@ -67,6 +67,9 @@ class Display:
     def step(self, metrics: Mapping[str, Any]) -> None:
         """A step is committed."""
 
+    def news(self, text: str) -> None:
+        """Something befell the run."""
+
     def line(self, text: str) -> None:
         """User code printed a line."""
 
@@ -100,6 +103,9 @@ class Lines(Display):
         if last or metrics["t"] - self._printed_at >= _EVERY_S:
             self._printed_at = metrics["t"]
             self._print("  ".join([f"step {metrics['step'] + 1}/{self._steps}", *_figures(metrics, self._pace)]))
+
+    def news(self, text: str) -> None:
+        self._print(text)
 
     def _print(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -141,6 +147,9 @@ class Bar(Display):
         assert self._progress is not None
         figures = "  ".join(_figures(metrics, self._pace))
         self._progress.update(self._task, completed=metrics["step"] + 1, description=figures)
+
+    def news(self, text: str) -> None:
+        self.line(text)
 
     def line(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -10,12 +10,16 @@ import signal
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from culm.cli.tables import listed
+from culm.cluster.blows import Kill
 from culm.errors import RunError
 from culm.observe.folder import saved
+from culm.plan.partition import count
 from culm.providers.local import LocalNursery, LocalRun, local_run
 
 if TYPE_CHECKING:
     from culm.cli.display import Display
+    from culm.cluster.recovered import Recovered
     from culm.cluster.setup import Request, Setup
     from culm.providers.nursery import JobSource
 
@@ -71,7 +75,7 @@ async def _run(
     ports: tuple[int, int] | None,
 ) -> dict[str, Any]:
     async with local_run(nursery, source, request, told=display.told, prepared=prepared, ports=ports) as run:
-        watching = asyncio.create_task(_watch_nodes(run, display))
+        watching = [asyncio.create_task(watch(run, display)) for watch in (_watch_nodes, _watch_losses)]
         try:
             while (metrics := await run.step()) is not None:
                 display.step(metrics)
@@ -80,9 +84,12 @@ async def _run(
             nursery.kill()  # before connections are closed, which would wait for nodes to read
             raise
         finally:
-            watching.cancel()
+            for task in watching:
+                task.cancel()
     if result.summary is None:
         raise result.failure()
+    for kill in missed(run):
+        display.news(f"--kill {kill!r} struck nobody: that moment did not come")
     return result.summary
 
 
@@ -93,6 +100,27 @@ async def _watch_nodes(run: LocalRun, display: Display) -> None:
     while len(up) < run.setup.nodes:
         up.add(await run.node_up())
         display.told("nodes up", len(up), run.setup.nodes)
+
+
+async def _watch_losses(run: LocalRun, display: Display) -> None:
+    """Show who vanishes, and what it took to go on."""
+    while True:
+        display.news(told_of(await run.news()))
+
+
+def told_of(news: int | Recovered) -> str:
+    """A loss, or a recovery, as a line."""
+    if isinstance(news, int):
+        return f"node {news} is gone"
+    milliseconds = news.detect_ms + news.decide_ms + news.move_ms + news.redo_ms
+    nodes = listed(news.lost, "node")
+    again = "nothing" if not news.redone_actions else count(news.redone_actions, "action")
+    return f"step {news.step} went on without {nodes}, by {news.source}: {again} run again, {milliseconds:.0f} ms"
+
+
+def missed(run: LocalRun) -> list[str]:
+    """The kills that were asked for and struck nobody: other losses had changed who does what."""
+    return [kill for kill in run.setup.kills if not set(Kill.parse(kill).nodes) <= set(run.lost)]
 
 
 async def _interruptible(main: Coroutine[Any, Any, T], prints: Prints | None, out: str | None) -> T:

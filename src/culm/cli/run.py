@@ -40,6 +40,10 @@ def run(
     keep_last: Annotated[int, typer.Option(help="Checkpoints to keep.")] = 2,
     memory: Annotated[Words, typer.Option(metavar="SIZE", help="What a stage may hold, as in 16GiB.")] = None,
     profile: Annotated[Words, typer.Option(metavar="FILE", help="Cut by this profile (culm profile --out).")] = None,
+    kill: Annotated[
+        list[str] | None,
+        typer.Option("--kill", metavar='"node=3 step=5 at=2B1"', help="SIGKILL a node at an action; repeatable."),
+    ] = None,
     ports: Annotated[Words, typer.Option(metavar="A-B", help="Ports that nodes may listen on.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Replaces Job.FIELD.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show nothing but errors and what the job prints.")] = False,
@@ -63,6 +67,7 @@ def run(
             keep_last=keep_last,
             memory=values.size(memory),
             profile=profile,
+            kills=tuple(kill or ()),
         )
         source = JobSource(reference=file, overrides=overrides, path=tuple(sys.path))
         console = console_on(stderr=json_)

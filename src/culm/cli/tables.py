@@ -52,6 +52,7 @@ def ledger_table(summary: Mapping[str, Any], out: str | None) -> Table:
         "goodput": f"{summary['goodput']:.1f} samples/s",
         "final loss": "no step was run" if loss is None else f"{loss:.6g}",
         **_evaluation(summary),
+        "preemptions": _preemptions(summary),
         **({"skipped steps": str(summary["skipped_steps"])} if summary["skipped_steps"] else {}),
         "weights": f"sha256 {summary['weights_sha256'][:12]}",
         "checkpoints": _checkpoints(summary["checkpoints"]),
@@ -68,6 +69,25 @@ def _samples(summary: Mapping[str, Any]) -> str:
         f"{summary['samples']}, {counted} (expected {summary['samples_expected']}, "
         f"lost {lost}, duplicated {duplicated})"
     )
+
+
+def _preemptions(summary: Mapping[str, Any]) -> str:
+    """How many were survived, and by what."""
+    if not summary["preemptions"]:
+        return "none"
+    told = [
+        f"{listed(found['lost'], 'node')} in step {found['step']} by {found['source']}"
+        for found in summary["recoveries"]
+    ]
+    return f"{summary['preemptions']} survived: {', '.join(told)}"
+
+
+def listed(numbers: Sequence[int], what: str) -> str:
+    """For people: node 3; nodes 1 and 2."""
+    if len(numbers) == 1:
+        return f"{what} {numbers[0]}"
+    *most, last = map(str, numbers)
+    return f"{what}s {', '.join(most)} and {last}" if most else f"no {what}"
 
 
 def _checkpoints(steps: Sequence[int]) -> str:

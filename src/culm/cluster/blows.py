@@ -102,7 +102,7 @@ class Kill(Blow):
         given = {"node": node, "step": self.step, "at": self.at, "nth": self.nth if self.nth > 1 else None}
         return " ".join(f"{name}={value}" for name, value in given.items() if value is not None)
 
-    def settled(self, plan: Plan, *, steps: int, seed: int = 0) -> Kill:
+    def settled(self, plan: Plan, *, steps: int, start: int = 0, seed: int = 0) -> Kill:
         """The kill with an action: without `at`, one that the seed picks among those that the nodes run in a step.
 
         Node n fills slot n of the plan. Raises UsageError for a node, a step or an action that there is not.
@@ -110,8 +110,9 @@ class Kill(Blow):
         last = max(self.nodes)
         if last >= len(plan.workers):
             raise UsageError(f"--kill {self.text!r}: there is no node {last}: the last one is {len(plan.workers) - 1}")
-        if self.step is not None and self.step >= steps:
-            raise UsageError(f"--kill {self.text!r}: there is no step {self.step}: the last one is {steps - 1}")
+        if self.step is not None and not start <= self.step < steps:
+            known = f"the last one is {steps - 1}" if self.step >= steps else f"the first one is {start}"
+            raise UsageError(f"--kill {self.text!r}: there is no step {self.step}: {known}")
         listed = [str(action) for node in self.nodes for action in plan.workers[node]]
         if self.at is None and self.after_s is None:
             return replace(self, at=random.Random(f"{seed} {self}").choice(listed))

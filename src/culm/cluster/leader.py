@@ -16,7 +16,8 @@ import msgspec
 
 from culm import errors
 from culm.checkpoint import Catalog, ShardReceipt, Storage
-from culm.cluster.record import Record, Recovered, decode_record
+from culm.cluster.record import Record, decode_record
+from culm.cluster.recovered import Recovered
 from culm.cluster.regroup import Regrouped, first_shadows, homeless, regroup, restart, world_of
 from culm.cluster.setup import NodeRecord, Result, Setup, decode_node, encode
 from culm.cluster.store import Change
@@ -63,7 +64,7 @@ class _Halting:
     expected: set[int]
     began: float
     detect_s: float
-    """From the first sign of a loss to the certainty; the loss itself nobody saw."""
+    """What it took to find out."""
     standings: dict[int, Standing] = field(default_factory=dict)
 
 
@@ -113,13 +114,14 @@ class Leader:
         self._pace: collections.deque[float] = collections.deque(maxlen=32)
         self._before_loss: float | None = None
         """When the last step was committed that no loss had disturbed."""
-        self._suspected_at: float | None = None
         self.timeouts = derive(setup.suspect_after)
         self._beats: dict[int, int] = {}
         self._slowest_s = 0.0
         self.at_risk_s = 0.0
         self._risk_since: float | None = None
         self.plans = Plans()
+        self._first_sign: float | None = None
+        """When somebody missed somebody, since the epoch began."""
         self._published: bytes | None = None
         """The epoch as it stands in the store."""
         self._halting: _Halting | None = None
@@ -385,13 +387,18 @@ class Leader:
         gone = {*lost, *(before.lost if before is not None else ())}
         left = [member for member in self.epoch.alive if member.node not in gone]
         began = before.began if before is not None else self.clock.now()
-        detect = 0.0 if self._suspected_at is None or before is not None else began - self._suspected_at
-        detect = before.detect_s if before is not None else detect
-        self._suspected_at = None
-        self._halting = _Halting(number, gone, {member.node for member in left}, began, detect)
+        detect_s = max(before.detect_s if before is not None else 0.0, self._took_to_detect(lost))
+        self._halting = _Halting(number, gone, {member.node for member in left}, began, detect_s)
         self._tell_halt(self._halting)
         if not left:
             raise self.lost(lost[0])
+
+    def _took_to_detect(self, lost: list[int]) -> float:
+        """Since the blow, where one was struck on purpose; else since the first sign that somebody was missed."""
+        now = self.clock.now()
+        blows = [at for at in map(self.clock.struck_at, lost) if at is not None]
+        since = min(blows, default=now if self._first_sign is None else self._first_sign)
+        return now - since
 
     async def _note_standing(self, report: letters.Report) -> None:
         halting = self._halting
@@ -427,6 +434,7 @@ class Leader:
             made = regroup(self.setup, old, number, address, standings, committed, plans=self.plans, moving=moving)
         self._halting = None
         self._recovering = _Recovering(halting, self.clock.now(), made)
+        self._first_sign = None
         self.epoch = made.epoch
         self.ledger.regroup(len(made.epoch.alive))
         self.checkpoints = [step for step in self.checkpoints if step <= made.epoch.start]
@@ -535,7 +543,7 @@ class Leader:
         decide = recovering.decided_at - halting.began
         move = (recovering.ready_at or self.clock.now()) - recovering.decided_at
         recovered = Recovered(
-            step=epoch.committed,
+            step=max(epoch.committed, epoch.start - 1),
             lost=tuple(sorted(halting.lost)),
             detect_ms=1e3 * halting.detect_s,
             decide_ms=1e3 * decide,
@@ -545,11 +553,7 @@ class Leader:
             source=recovering.made.source,
         )
         self.recoveries.append(recovered)
-        self._event(
-            "recovered",
-            step=epoch.committed,
-            **{k: v for k, v in msgspec.to_builtins(recovered).items() if k != "step"},
-        )
+        self._event("recovered", **msgspec.to_builtins(recovered))
 
     async def _joined(self, record: NodeRecord) -> None:
         """An agent is up, and then its worker; when all are, the epoch begins."""
@@ -572,7 +576,7 @@ class Leader:
         """A worker misses another one. Who is gone the store knows, in a moment. If nobody is, a connection broke:
         what was lost with it is sent again in a new epoch or, where nothing is kept, the run ends."""
         self._event("suspected", node=message.node, why=message.message)
-        self._suspected_at = self._suspected_at or self.clock.now()
+        self._first_sign = self._first_sign or self.clock.now()
         number = self.epoch.number if self.epoch is not None else 0
 
         async def believe() -> None:
@@ -659,6 +663,7 @@ class Leader:
             self._event("stopped", step=done.step, why="on_step returned STOP")
         self._finish = done.step + 1 if ends else self._finish
         if self.epoch is not None and self.epoch.kept:
+            self._note_recovered(done.step)
             await self._write_record()
             await self.clock.work(self.node, done.step, "commit")
             self._tell(letters.Commit(done.step))

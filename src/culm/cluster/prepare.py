@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from culm.checkpoint import Catalog, Manifest, Storage
+from culm.cluster.blows import Kill
 from culm.cluster.setup import Request, Setup
 from culm.errors import CheckpointError, PlanError, UsageError
 from culm.plan.choose import choose
@@ -72,8 +73,14 @@ def prepare(job: Job, request: Request, *, progress: Told = lambda *_: None) -> 
         joint=_joint(job),
         costs=_segment_costs(profile, cuts),
         activations=_activations(request.memory, profile, cuts, plan) if strategy != "none" else None,
+        kills=_kills(job, request, plan, manifest.step if manifest is not None else 0),
         why=why,
     )
+
+
+def _kills(job: Job, request: Request, plan: Plan, start: int) -> tuple[str, ...]:
+    kills = [Kill.parse(kill) for kill in request.kills]
+    return tuple(kill.settled(plan, steps=job.steps, start=start, seed=job.seed).text for kill in kills)
 
 
 def choose_strategy(job: Job, asked: str, plan: Plan, profile: Profile, cuts: tuple[int, ...]) -> tuple[str, bool, str]:

@@ -4,21 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from culm.cluster.recovered import Recovered
 from culm.observe.ledger import CommittedStep
-
-
-class Recovered(msgspec.Struct, frozen=True):
-    """A loss that the run went on from, as it stands in summary.json."""
-
-    step: int
-    lost: tuple[int, ...]
-    detect_ms: float
-    decide_ms: float
-    move_ms: float
-    redo_ms: float
-    redone_actions: int
-    source: str
-    """Where the lost layers came from: peers, shadow or checkpoint."""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,8 +17,9 @@ from typing import Any
 
 import msgspec
 
+from culm.cluster.recovered import Recovered, decode_recoveries
 from culm.cluster.setup import Request, Result, Setup, decode_node, decode_result, encode
-from culm.cluster.store import MemoryStore, StoreServer
+from culm.cluster.store import Change, MemoryStore, StoreServer
 from culm.errors import RunError
 from culm.providers import nursery as side
 from culm.providers.nursery import Exited, JobSource, Load, Loaded, Progress, Refused, Start, refused
@@ -98,10 +99,31 @@ class LocalRun:
     def __init__(self, setup: Setup, store: MemoryStore, number: int) -> None:
         self.setup, self._store, self.number = setup, store, number
         self._joined: set[str] = set()
+        self.lost: list[int] = []
+        """Nodes that vanished while the run went on, in order."""
+        self._recoveries = 0
+        self._news: asyncio.Queue[int | Recovered] = asyncio.Queue()
         self._steps = store.subscribe("step")
         self._results = store.subscribe("result")
         self._joining = store.subscribe("nodes/")
-        store.listen("nodes/", lambda change: self._joined.add(change.key))
+        store.listen("nodes/", self._heard_of_node)
+        store.listen("record", self._heard_of_record)
+
+    def _heard_of_node(self, change: Change) -> None:
+        self._joined.add(change.key)
+        if change.value is None and self._store.read("result") is None:
+            self.lost.append(int(change.key.rpartition("/")[2]))
+            self._news.put_nowait(self.lost[-1])
+
+    def _heard_of_record(self, change: Change) -> None:
+        recoveries = decode_recoveries(change.value).recoveries if change.value is not None else ()
+        for recovered in recoveries[self._recoveries :]:
+            self._news.put_nowait(recovered)
+        self._recoveries = max(self._recoveries, len(recoveries))
+
+    async def news(self) -> int | Recovered:
+        """The next node that is lost, or the next loss that the run has recovered from."""
+        return await self._news.get()
 
     async def step(self) -> dict[str, Any] | None:
         """The metrics of the next committed step; None when the run has ended."""
@@ -172,7 +194,17 @@ async def local_run(
     run = LocalRun(setup, store, next(_runs))
     serving = asyncio.create_task(StoreServer(store, transport).serve())
     for node in range(setup.nodes):
-        nursery.order(Start(node, transport.address, secret, ports=ports, neighbours=setup.nodes, run=run.number))
+        nursery.order(
+            Start(
+                node,
+                transport.address,
+                secret,
+                ports=ports,
+                neighbours=setup.nodes,
+                run=run.number,
+                kills=setup.kills,
+            )
+        )
     left = set(range(setup.nodes))
     watching = asyncio.create_task(_watch(nursery, run, left))
     try:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from culm.cluster.agent import Agent
 from culm.cluster.store import RemoteStore
 from culm.providers.nursery import NVML_CHECK, Start, fork, readable
+from culm.providers.strike import Board, Striker
 from culm.runtime.clock import RealClock
 from culm.runtime.fingerprint import fingerprint
 from culm.runtime.worker import Worker
@@ -28,23 +29,24 @@ _LARGEST_KEPT = 32 << 20
 """Bytes: the most that glibc takes for the second of them."""
 
 
-def run_node(job: Job, order: Start) -> None:
-    """The agent's process, from its first moment to its last."""
+def run_node(job: Job, order: Start, board: Board | None = None) -> None:
+    """The agent's process, from its first moment to its last. The board belongs to the kills of the order."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     ours, theirs = Pipe()
     agent = os.getpid()
+    clock = RealClock(None if board is None else Striker(order.kills, board))
 
     def child() -> None:
         ours.close()
         _die_with(agent)
-        _run_worker(job, order, theirs)
+        _run_worker(job, order, theirs, clock)
 
     worker = fork(child)
     theirs.close()
-    asyncio.run(_agent(job, order, ours, worker))
+    asyncio.run(_agent(job, order, ours, worker, clock))
 
 
-async def _agent(job: Job, order: Start, pipe: Connection, worker: int) -> None:
+async def _agent(job: Job, order: Start, pipe: Connection, worker: int, clock: RealClock) -> None:
     transport = _transport(order)
     store = RemoteStore(order.store, transport)
 
@@ -52,7 +54,7 @@ async def _agent(job: Job, order: Start, pipe: Connection, worker: int) -> None:
         pipe.send_bytes(address.encode())
         await _ended(worker)
 
-    agent = Agent(job, order.node, fingerprint(job), transport, RealClock(), store, start_worker)
+    agent = Agent(job, order.node, fingerprint(job), transport, clock, store, start_worker)
     try:
         await agent.run()
     finally:
@@ -60,7 +62,7 @@ async def _agent(job: Job, order: Start, pipe: Connection, worker: int) -> None:
         await transport.close()
 
 
-def _run_worker(job: Job, order: Start, pipe: Connection) -> None:
+def _run_worker(job: Job, order: Start, pipe: Connection, clock: RealClock) -> None:
     import torch
 
     # Only the nursery must look for GPUs that way: it takes milliseconds, and optimizers look at every step.
@@ -74,7 +76,7 @@ def _run_worker(job: Job, order: Start, pipe: Connection) -> None:
     async def main() -> None:
         transport = _transport(order, look_out=_look_out(order.neighbours))
         try:
-            await Worker(job, order.node, address, transport, RealClock()).run()
+            await Worker(job, order.node, address, transport, clock).run()
         finally:
             await transport.close()
 

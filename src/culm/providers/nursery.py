@@ -25,6 +25,7 @@ from culm import errors
 from culm.cluster.setup import Request, Setup
 from culm.errors import CulmError, RunError
 from culm.job import Job
+from culm.providers.strike import Board
 
 _REAP_S = 0.2
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
@@ -58,6 +59,8 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     neighbours: int = 1
     """Workers on this machine."""
     run: int = 0
+    kills: tuple[str, ...] = ()
+    """Blows that the nodes of the run strike themselves with."""
 
 
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
@@ -104,6 +107,8 @@ class Nursery:
         self._job: Job | None = None
         self._nodes: dict[int, Start] = {}
         """By process id of the agent."""
+        self._boards: dict[int, Board] = {}
+        """By run: what nodes that are to be struck know of each other."""
 
     def serve(self) -> None:
         """Obey until the launcher is gone."""
@@ -157,9 +162,13 @@ class Nursery:
             from culm.providers.node import run_node
 
             self._pipe.close()
-            run_node(job, order)
+            run_node(job, order, board)
 
-        self._nodes[fork(child)] = order
+        board = self._boards.setdefault(order.run, Board(order.neighbours)) if order.kills else None
+        agent = fork(child)
+        self._nodes[agent] = order
+        if board is not None:
+            board.enter(order.node, agent)
 
     def _reap(self) -> None:
         while self._nodes:

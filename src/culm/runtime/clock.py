@@ -27,9 +27,25 @@ class Clock(Protocol):
     async def aside(self, slow: Callable[A, T], *args: A.args, **kwargs: A.kwargs) -> T:
         """Run a slow call of the outside (a disk) without holding anybody up."""
 
+    def struck_at(self, node: int) -> float | None:
+        """When a node was struck on purpose; None: it was not, or nobody here knows when."""
+
+
+class Blows(Protocol):
+    """What strikes the process of a RealClock on purpose."""
+
+    def reached(self, node: int, step: int, action: str) -> None:
+        """An action is done and nobody has heard of it yet. Does not return if this is its process's last moment."""
+
+    def struck_at(self, node: int) -> float | None:
+        """See Clock."""
+
 
 class RealClock:
     """The machine's monotonic clock."""
+
+    def __init__(self, blows: Blows | None = None) -> None:
+        self._blows = blows
 
     def now(self) -> float:
         return time.monotonic()
@@ -38,7 +54,11 @@ class RealClock:
         await asyncio.sleep(seconds)
 
     async def work(self, node: int, step: int, action: str) -> None:
-        del node, step, action
+        if self._blows is not None:
+            self._blows.reached(node, step, action)
 
     async def aside(self, slow: Callable[A, T], *args: A.args, **kwargs: A.kwargs) -> T:
         return await asyncio.to_thread(slow, *args, **kwargs)
+
+    def struck_at(self, node: int) -> float | None:
+        return None if self._blows is None else self._blows.struck_at(node)

@@ -191,3 +191,8 @@ class VirtualClock:
     async def aside(self, slow: Callable[A, T], *args: A.args, **kwargs: A.kwargs) -> T:
         await asyncio.sleep(0.0 if self.hurt is None else self.hurt.disk_s(_node.get()))
         return slow(*args, **kwargs)
+
+    def struck_at(self, node: int) -> float | None:
+        """Nobody notes it: in a simulation a blow is seen as soon as the latency allows."""
+        del node
+        return None

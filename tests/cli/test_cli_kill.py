@@ -1,0 +1,109 @@
+"""`culm run --kill`: nodes struck down by SIGKILL at an action, and a run that goes on as if nothing had been."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from culm.cli import app
+
+from .command import JOBS
+
+pytestmark = [pytest.mark.real, pytest.mark.usefixtures("shared_nursery")]
+
+
+def said(*arguments: str) -> tuple[int, str]:
+    """The exit code of a run, and all that it said."""
+    found = CliRunner().invoke(app, ["run", JOBS, "--exact", *arguments])
+    return found.exit_code, found.output
+
+
+def trained(*arguments: str) -> dict[str, Any]:
+    """The summary of a run that must go well."""
+    found = CliRunner().invoke(app, ["run", JOBS, "--exact", "--json", *arguments])
+    assert found.exit_code == 0, found.output
+    summary: dict[str, Any] = json.loads(found.stdout)
+    return summary
+
+
+def test_a_node_killed_at_an_action_changes_nothing_that_is_learned() -> None:
+    shape = ("--pipelines", "2", "--stages", "2", "--strategy", "reroute")
+    hurt = trained(*shape, "--kill", "node=3 step=2 at=1B3")
+    assert hurt["state_sha256"] == trained(*shape)["state_sha256"]
+    assert (hurt["preemptions"], hurt["samples_lost"], hurt["samples_duplicated"]) == (1, 0, 0)
+    (recovered,) = hurt["recoveries"]
+    assert (recovered["step"], recovered["lost"], recovered["source"]) == (2, [3], "peers")
+    assert recovered["detect_ms"] > 0
+
+
+def test_what_befalls_a_run_is_shown_and_stands_in_its_ledger_and_its_folder(tmp_path: Path) -> None:
+    code, shown = said("--stages", "2", "--kill", "node=1 step=1 at=1F2", "--out", str(tmp_path / "a"))
+    assert code == 0
+    assert "node 1 is gone\n" in shown
+    assert "step 1 went on without node 1, by shadow: " in shown
+    assert "1 survived: node 1 in step 1 by shadow" in shown
+    events = [json.loads(line) for line in (tmp_path / "a" / "events.jsonl").read_text().splitlines()]
+    assert [event["node"] for event in events if event["kind"] == "lost"] == [1]
+    assert [event["lost"] for event in events if event["kind"] == "recovered"] == [[1]]
+
+
+def test_kills_may_be_several_and_strike_one_after_the_other() -> None:
+    shape = ("--pipelines", "2", "--stages", "2", "--steps", "6")
+    hurt = trained(*shape, "--kill", "node=3 step=1 at=1B3", "--kill", "node=0 step=4")
+    assert hurt["state_sha256"] == trained(*shape)["state_sha256"]
+    assert [lost for recovered in hurt["recoveries"] for lost in recovered["lost"]] == [3, 0]
+
+
+def test_without_an_action_one_of_the_step_is_drawn_from_the_seed() -> None:
+    hurt = trained("--stages", "2", "--kill", "node=0 step=2")
+    assert [recovered["lost"] for recovered in hurt["recoveries"]] == [[0]]
+
+
+def test_under_split_backward_B_means_the_W() -> None:
+    assert trained("--stages", "2", "--schedule", "zb", "--kill", "node=0 step=2 at=0B1")["preemptions"] == 1
+
+
+def test_without_a_strategy_a_kill_ends_the_run() -> None:
+    code, shown = said("--stages", "2", "--strategy", "none", "--kill", "node=1 step=1 at=1F2")
+    assert code == 1
+    assert "culm: node 1" in shown
+    assert "vanished" in shown
+
+
+def test_a_kill_whose_moment_did_not_come_is_said_to_have_struck_nobody() -> None:
+    """After the first loss node 1 has work of both stages, but never the forward that it was to die at again."""
+    code, shown = said("--stages", "2", "--kill", "node=1 step=3 at=1F2 nth=2")
+    assert code == 0
+    assert "--kill 'node=1 step=3 at=1F2 nth=2' struck nobody: that moment did not come" in shown
+
+
+@pytest.mark.parametrize(
+    ("kill", "why"),
+    [
+        ("node=1 step=2 at=0F1", "node 1 never runs 0F1: name one of its actions, 1F0 "),
+        ("node=1 step=2 at=1F9", "node 1 never runs 1F9"),
+        ("node=7 step=2 at=1F1", "there is no node 7: the last one is 1"),
+        ("node=1 step=9 at=1F1", "there is no step 9: the last one is 3"),
+        ("node=1 step=two", "has step=two: use a whole number"),
+        ("node=1", "does not say when"),
+        ("step=1", "names no node"),
+        ("node=1 step=2 at=soon", "at is 'soon'"),
+        ("one at noon", "write it as in"),
+    ],
+)
+def test_a_kill_that_could_never_strike_is_refused_in_one_sentence(kill: str, why: str) -> None:
+    code, shown = said("--stages", "2", "--kill", kill)
+    assert code == 2
+    assert why in " ".join(shown.split())
+    assert "Traceback" not in shown
+
+
+def test_a_step_that_a_resumed_run_has_behind_it_is_refused(tmp_path: Path) -> None:
+    assert said("--stages", "2", "--steps", "2", "--out", str(tmp_path / "a"))[0] == 0
+    code, shown = said("--stages", "2", "--resume", str(tmp_path / "a"), "--kill", "node=1 step=1 at=1F1")
+    assert code == 2
+    assert "there is no step 1: the first one is 2" in " ".join(shown.split())
