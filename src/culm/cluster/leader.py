@@ -663,12 +663,11 @@ class Leader:
             self._event("stopped", step=done.step, why="on_step returned STOP")
         self._finish = done.step + 1 if ends else self._finish
         if self.epoch is not None and self.epoch.kept:
+            self._note_pace()
             self._note_recovered(done.step)
             await self._write_record()
             await self.clock.work(self.node, done.step, "commit")
             self._tell(letters.Commit(done.step))
-            self._note_pace()
-            self._note_recovered(done.step)
         await self.store.put("step", msgspec.msgpack.encode(metrics))
         if ends:
             self._end_before(done.step + 1)

@@ -14,12 +14,11 @@ from dataclasses import dataclass, fields
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from culm.errors import UsageError
 from culm.market.trace import HOUR, Event, Trace
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
 _YOUNG_H = 1 / 60
@@ -87,6 +86,9 @@ class _Generator:
 
     def __init__(self, market: Market, seed: int) -> None:
         self.market = market
+        import numpy as np  # here, so that commands that generate nothing start without it
+
+        self.np = np
         self.random = np.random.default_rng(seed)
         self.names: list[list[str]] = [[] for _ in range(market.zones)]
         self.births: list[list[float]] = [[] for _ in range(market.zones)]
@@ -129,8 +131,8 @@ class _Generator:
 
     def _hazards(self, now: float, zone: int) -> NDArray[np.float64]:
         """How likely each node of a zone is to go, per hour."""
-        ages = now - np.array(self.births[zone]) + _YOUNG_H
-        return np.asarray(self.scale * ages ** (self.market.tail - 1))
+        ages = now - self.np.array(self.births[zone]) + _YOUNG_H
+        return self.np.asarray(self.scale * ages ** (self.market.tail - 1))
 
     def _hazard(self, now: float, zone: int) -> float:
         """The sum of them: in plain Python where that is quicker."""

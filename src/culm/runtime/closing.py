@@ -123,9 +123,9 @@ class Closing:
             else:
                 (heard,) = await self._hear(step, "totals")
                 open_step.totals = float(heard[0]), float(heard[1])
-        if self.asks_totals and self._speaks(self.last):
+        if self.asks_totals and self._speaks(step, self.last):
             value = torch.tensor(open_step.totals, dtype=torch.float64)
-            self._tell(step, "totals", [value], self._without(self.last, told))
+            self._tell(step, "totals", [value], self._without(step, self.last, told))
         return open_step.totals
 
     async def tell(self, step: int, told: Collection[int]) -> None:
@@ -136,7 +136,7 @@ class Closing:
 
     def _tell_norms(self, step: int, told: Collection[int]) -> None:
         for g, norms in self.desk.step(step).norms.items():
-            if self._speaks(g):
+            if self._speaks(step, g):
                 self._tell(step, f"norms {g}", [norms], told)
 
     async def _norm(
@@ -148,7 +148,7 @@ class Closing:
         norms = self.desk.step(step).norms
         for holding in holdings:
             for g, segment in holding.segments.items():
-                if g not in norms and self._speaks(g):
+                if g not in norms and self._speaks(step, g):
                     norms[g] = torch.cat([layer_norms(layer, holding.state.tied).cpu() for layer in segment.layers])
         self._tell_norms(step, told)
         for g in range(self.plan.segments):
@@ -162,9 +162,9 @@ class Closing:
         for names in self.job.tied:
             for name in names:
                 g = self._segment_of(layer_of(name))
-                if self._speaks(g):
+                if self._speaks(step, g):
                     total, bound = self._own_sum(step, name, g)
-                    self._tell(step, f"tied {name}", [total, bound], self._sharers(names, g, told))
+                    self._tell(step, f"tied {name}", [total, bound], self._sharers(step, names, g, told))
 
     def _own_sum(self, step: int, name: str, g: int) -> tuple[Tensor, Tensor]:
         """The complete sum of one parameter and its bound, as they were before anything was divided."""
@@ -198,23 +198,30 @@ class Closing:
     def _segment_of(self, layer: int) -> int:
         return next(g for g, (low, high) in enumerate(self.epoch.segments) if low <= layer < high)
 
-    def _speaks(self, g: int) -> bool:
-        return self.executor.runners(g)[0] == self.executor.slot
+    def _runners(self, step: int, g: int) -> tuple[int, ...]:
+        """Who adds to the sum of a segment in a step: in a recovery, those that ran it until then."""
+        recovery = self.epoch.recovery
+        return recovery.runners[g % self.plan.stages] if step in recovery.steps else self.executor.runners(g)
+
+    def _speaks(self, step: int, g: int) -> bool:
+        return self._runners(step, g)[0] == self.executor.slot
 
     def _everyone(self) -> list[int]:
         return [slot for slot, member in enumerate(self.epoch.members) if member is not None]
 
-    def _without(self, g: int, told: Collection[int]) -> list[int]:
+    def _without(self, step: int, g: int, told: Collection[int]) -> list[int]:
         """Of some workers those that do not run a segment."""
-        return [slot for slot in told if slot not in self.executor.runners(g)]
+        return [slot for slot in told if slot not in self._runners(step, g)]
 
-    def _sharers(self, names: Iterable[str], g: int, told: Collection[int]) -> list[int]:
+    def _sharers(self, step: int, names: Iterable[str], g: int, told: Collection[int]) -> list[int]:
         """Workers that hold another layer of a tied group, but not this segment."""
-        holders = {w for name in names for w in self._holders(self._segment_of(layer_of(name)))}
-        return [slot for slot in told if slot in holders and slot not in self.executor.runners(g)]
+        holders = {w for name in names for w in self._holders(step, self._segment_of(layer_of(name)))}
+        return [slot for slot in told if slot in holders and slot not in self._runners(step, g)]
 
-    def _holders(self, g: int) -> set[int]:
-        stage = g % self.plan.stages
+    def _holders(self, step: int, g: int) -> set[int]:
+        stage, recovery = g % self.plan.stages, self.epoch.recovery
+        if step in recovery.steps:
+            return {slot for slot, held in enumerate(recovery.versions) if stage in held}
         return {*self.executor.runners(g), *(s.slot for s in self.epoch.shadows if s.stage == stage)}
 
     def _tell(self, step: int, name: str, values: list[Tensor], slots: Iterable[int]) -> None:

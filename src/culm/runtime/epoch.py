@@ -154,7 +154,7 @@ class StepReport(msgspec.Struct, frozen=True, tag="step"):
     """How often each micro-batch was counted in the sums, smallest over my segments; must be one everywhere."""
     counted_most: tuple[int, ...]
     loss_sum: float | None = None
-    """From the speaker of the last segment."""
+    """From whoever has the sums of the last segment; all of them have the same."""
     weight_sum: float | None = None
     norm: float | None = None
     skipped: bool = False

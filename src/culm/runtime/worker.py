@@ -296,7 +296,6 @@ class Worker:
         open_step = executor.desk.steps[step]
         counts = [settled.counts for settled in open_step.settled.values()]
         last = open_step.settled.get(executor.plan.segments - 1)
-        speaks = last is not None and executor.runners(executor.plan.segments - 1)[0] == executor.slot
         assert open_step.closed is not None
         return letters.StepReport(
             node=self.node,
@@ -305,8 +304,8 @@ class Worker:
             at=self.clock.now(),
             counted=tuple(map(min, *counts)) if len(counts) > 1 else tuple(counts[0]),
             counted_most=tuple(map(max, *counts)) if len(counts) > 1 else tuple(counts[0]),
-            loss_sum=last.loss_sum if speaks and last is not None else None,
-            weight_sum=open_step.totals[1] if speaks and open_step.totals is not None else None,
+            loss_sum=last.loss_sum if last is not None else None,
+            weight_sum=open_step.totals[1] if last is not None and open_step.totals is not None else None,
             norm=open_step.closed.norm,
             skipped=open_step.closed.skipped,
         )
