@@ -146,7 +146,7 @@ class Session:
         (await self._reach()).write(key, value, self._name if session else None)
 
     async def delete(self, key: str) -> None:
-        (await self._reach()).write(key, None)
+        (await self._reach()).delete(key)
 
     async def swap(self, key: str, old: bytes | None, new: bytes, *, session: bool = False) -> bool:
         return (await self._reach()).swap(key, old, new, self._name if session else None)
