@@ -42,6 +42,10 @@ def run(
     profile: Annotated[Words, typer.Option(metavar="FILE", help="Cut by this profile (culm profile --out).")] = None,
     ports: Annotated[Words, typer.Option(metavar="A-B", help="Ports that nodes may listen on.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Replaces Job.FIELD.")] = None,
+    kill: Annotated[
+        list[str] | None,
+        typer.Option(metavar="WHEN", help='Kill a node, as in "node=3 step=5 at=2B1"; may be given again.'),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show nothing but errors and what the job prints.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print the summary as JSON, all else on stderr.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False,
@@ -63,6 +67,7 @@ def run(
             keep_last=keep_last,
             memory=values.size(memory),
             profile=profile,
+            kill=tuple(kill or ()),
         )
         source = JobSource(reference=file, overrides=overrides, path=tuple(sys.path))
         console = console_on(stderr=json_)

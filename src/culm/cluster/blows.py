@@ -77,7 +77,7 @@ class Kill(Blow):
 
     @classmethod
     def parse(cls, text: str) -> Kill:
-        """Read "node=3 step=5 at=2B1". Several nodes: "node=1,2". Raises UsageError."""
+        """Read "node=3 step=5 at=2B1". Raises UsageError."""
         given: dict[str, Any] = {}
         for word in text.split():
             match = _WORD.fullmatch(word)
@@ -85,7 +85,7 @@ class Kill(Blow):
                 raise UsageError(f'--kill {text!r} has {word!r}: write it as in "node=3 step=5 at=2B1"')
             if match[1] in given:
                 raise UsageError(f"--kill {text!r} says {match[1]} twice: say it once")
-            given[match[1]] = match[2] if match[1] == "at" else _numbers(text, match[1], match[2])
+            given[match[1]] = match[2] if match[1] == "at" else _number(text, match[1], match[2])
         if "node" not in given:
             raise UsageError(f'--kill {text!r} names no node: write it as in "node=3 step=5 at=2B1"')
         if "step" not in given and "at" not in given:
@@ -97,12 +97,11 @@ class Kill(Blow):
 
     @property
     def text(self) -> str:
-        """What `parse` reads."""
-        node = ",".join(map(str, self.nodes))
-        given = {"node": node, "step": self.step, "at": self.at, "nth": self.nth if self.nth > 1 else None}
+        """What `parse` reads; of a group the first node."""
+        given = {"node": self.nodes[0], "step": self.step, "at": self.at, "nth": self.nth if self.nth > 1 else None}
         return " ".join(f"{name}={value}" for name, value in given.items() if value is not None)
 
-    def settled(self, plan: Plan, *, steps: int, seed: int = 0) -> Kill:
+    def settled(self, plan: Plan, *, steps: int, start: int = 0, seed: int = 0) -> Kill:
         """The kill with an action: without `at`, one that the seed picks among those that the nodes run in a step.
 
         Node n fills slot n of the plan. Raises UsageError for a node, a step or an action that there is not.
@@ -110,8 +109,8 @@ class Kill(Blow):
         last = max(self.nodes)
         if last >= len(plan.workers):
             raise UsageError(f"--kill {self.text!r}: there is no node {last}: the last one is {len(plan.workers) - 1}")
-        if self.step is not None and self.step >= steps:
-            raise UsageError(f"--kill {self.text!r}: there is no step {self.step}: the last one is {steps - 1}")
+        if self.step is not None and not start <= self.step < steps:
+            raise UsageError(f"--kill {self.text!r}: there is no step {self.step}: use {start} to {steps - 1}")
         listed = [str(action) for node in self.nodes for action in plan.workers[node]]
         if self.at is None and self.after_s is None:
             return replace(self, at=random.Random(f"{seed} {self}").choice(listed))
@@ -182,10 +181,7 @@ def check_seconds(word: str, seconds: float) -> None:
         raise UsageError(f"{word}: {seconds!r} is no duration: use seconds, 0 or more")
 
 
-def _numbers(text: str, field: str, value: str) -> int | tuple[int, ...]:
-    """A whole number; for nodes also several."""
-    parts: Sequence[str] = value.split(",") if field == "node" else (value,)
-    if not all(re.fullmatch(r"[0-9]{1,9}", part) for part in parts):
+def _number(text: str, field: str, value: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,9}", value):
         raise UsageError(f"--kill {text!r} has {field}={value}: use a whole number from 0 on")
-    found = tuple(map(int, parts))
-    return found if len(found) > 1 else found[0]
+    return int(value)

@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from culm.checkpoint import Catalog, Manifest, Storage
+from culm.cluster.blows import Kill
 from culm.cluster.setup import Request, Setup
 from culm.errors import CheckpointError, PlanError, UsageError
 from culm.plan.choose import choose
@@ -46,6 +47,8 @@ def prepare(job: Job, request: Request, *, progress: Told = lambda *_: None) -> 
         _check_facts(manifest, facts)
     strategy, eager, reason = choose_strategy(job, request.strategy, plan, profile, cuts)
     why += f"; {reason}"
+    start = manifest.step if manifest is not None else 0
+    kills = [Kill.parse(text).settled(plan, steps=job.steps, start=start, seed=job.seed) for text in request.kill]
     why += "".join(f"; checkpoint {step} was passed over: {reason}" for step, reason in rejected)
     return Setup(
         nodes=pipelines * stages,
@@ -59,7 +62,7 @@ def prepare(job: Job, request: Request, *, progress: Told = lambda *_: None) -> 
         evaluation_parts=evaluation_batches(job),
         weighted=blueprint.weighted,
         steps=job.steps,
-        start=manifest.step if manifest is not None else 0,
+        start=start,
         gate=request.gate or ("hook" if job.on_step is not None else "open"),
         checkpoint_every=request.checkpoint_every,
         keep_last=request.keep_last,
@@ -68,6 +71,7 @@ def prepare(job: Job, request: Request, *, progress: Told = lambda *_: None) -> 
         resume_from=_checkpoints(request.resume) if request.resume else None,
         facts=facts,
         suspect_after=request.suspect_after,
+        kills=tuple(kill.text for kill in kills),
         eager=eager,
         joint=_joint(job),
         costs=_segment_costs(profile, cuts),

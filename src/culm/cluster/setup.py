@@ -10,6 +10,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from culm import errors
+from culm.cluster.blows import Kill
 from culm.cluster.timeouts import derive
 from culm.errors import CulmError, RunError, UsageError
 from culm.schedule import SCHEDULES
@@ -42,6 +43,8 @@ class Request:
     """The layers at which segments 1, 2, ... begin; None: cut so that the slowest stage is as fast as possible."""
     gate: Gate | None = None
     suspect_after: float = 5.0
+    kill: tuple[str, ...] = ()
+    """Nodes to kill on purpose, as in "node=3 step=5 at=2B1"."""
 
     def __post_init__(self) -> None:
         _known("schedule", self.schedule, SCHEDULES)
@@ -50,6 +53,8 @@ class Request:
             _at_least(1, field, getattr(self, field))
         _at_least(0, "checkpoint_every", self.checkpoint_every)
         derive(self.suspect_after)
+        for text in self.kill:
+            Kill.parse(text)
         if self.checkpoint_every and self.out is None:
             raise UsageError("--checkpoint-every needs a folder to write to: add --out, as in --out runs/a")
 
@@ -91,6 +96,8 @@ class Setup(msgspec.Struct, frozen=True):
     facts: dict[str, str | int | float | bool | list[list[str]] | None] = {}
     suspect_after: float = 5.0
     """Seconds after which a silent machine is taken for dead; every other timeout follows from it."""
+    kills: tuple[str, ...] = ()
+    """Nodes that die on purpose, and when: Request.kill with an action each."""
     eager: bool = False
     """Whether shadows run forwards ahead."""
     joint: bool = False

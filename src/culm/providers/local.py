@@ -172,7 +172,16 @@ async def local_run(
     run = LocalRun(setup, store, next(_runs))
     serving = asyncio.create_task(StoreServer(store, transport).serve())
     for node in range(setup.nodes):
-        nursery.order(Start(node, transport.address, secret, ports=ports, neighbours=setup.nodes, run=run.number))
+        order = Start(
+            node,
+            transport.address,
+            secret,
+            ports=ports,
+            neighbours=setup.nodes,
+            run=run.number,
+            kills=setup.kills,
+        )
+        nursery.order(order)
     left = set(range(setup.nodes))
     watching = asyncio.create_task(_watch(nursery, run, left))
     try:

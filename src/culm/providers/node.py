@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from culm.cluster.agent import Agent
 from culm.cluster.store import RemoteStore
+from culm.providers.doomed import clock
 from culm.providers.nursery import NVML_CHECK, Start, fork, readable
-from culm.runtime.clock import RealClock
 from culm.runtime.fingerprint import fingerprint
 from culm.runtime.worker import Worker
 from culm.transport.sockets import SocketTransport
@@ -52,7 +52,7 @@ async def _agent(job: Job, order: Start, pipe: Connection, worker: int) -> None:
         pipe.send_bytes(address.encode())
         await _ended(worker)
 
-    agent = Agent(job, order.node, fingerprint(job), transport, RealClock(), store, start_worker)
+    agent = Agent(job, order.node, fingerprint(job), transport, clock(order.kills, worker), store, start_worker)
     try:
         await agent.run()
     finally:
@@ -74,7 +74,7 @@ def _run_worker(job: Job, order: Start, pipe: Connection) -> None:
     async def main() -> None:
         transport = _transport(order, look_out=_look_out(order.neighbours))
         try:
-            await Worker(job, order.node, address, transport, RealClock()).run()
+            await Worker(job, order.node, address, transport, clock(order.kills, os.getppid())).run()
         finally:
             await transport.close()
 

@@ -58,6 +58,8 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     neighbours: int = 1
     """Workers on this machine."""
     run: int = 0
+    kills: tuple[str, ...] = ()
+    """Who dies on purpose, and when."""
 
 
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
