@@ -5,7 +5,9 @@ The package, from the ground up; a room imports only from rooms above it in this
     errors       the tree of errors
     job          what a user describes: layers, loss, optimizer, data, batch
     schedule/    pure: actions, plans, generators, checking, timing, pictures          (no torch)
-    plan/        pure: profiles, cutting the model into stages, choosing the shape     (no torch)
+    plan/        pure: cutting the model, choosing the shape, planning around losses   (no torch)
+    market/      pure: dated prices, traces of machines that come and go               (no torch)
+    sim/         pure: what a run would cost under a market                            (no torch)
     models/      GPT and ResNet as lists of layers
     transport/   frames of tensors between workers: sockets, memory
     checkpoint/  safetensors shards and a manifest, to a path or URL
@@ -13,7 +15,8 @@ The package, from the ground up; a room imports only from rooms above it in this
     observe/     the run folder, events, traces, the ledger
     cluster/     many: the store, epochs, agent, leader
     providers/   where nodes come from: local processes out of one nursery
-    testing/     public: the reference loop, the simulated cluster
+    gnn/         graph networks on servers and elastic workers
+    testing/     public: the reference loop, the simulated cluster, faults
     cli/         one file a verb
 """
 

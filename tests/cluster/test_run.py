@@ -56,7 +56,9 @@ def hurt(described: Job, **request: Any) -> CulmError:
 
     async def main() -> CulmError:
         before = asyncio.all_tasks()
-        cluster = Cluster(described, prepare(described, Request(strategy="none", **request)), VirtualClock(), MemoryNetwork())
+        cluster = Cluster(
+            described, prepare(described, Request(strategy="none", **request)), VirtualClock(), MemoryNetwork()
+        )
         with pytest.raises(CulmError) as caught:
             await cluster.run()
         assert asyncio.all_tasks() == before
@@ -395,7 +397,9 @@ def test_a_leader_that_can_not_even_fail_properly_is_missed_by_the_others(monkey
     cluster: list[Cluster] = []
 
     async def main() -> None:
-        cluster.append(Cluster(described, prepare(described, Request(stages=2, strategy="none")), VirtualClock(), MemoryNetwork()))
+        cluster.append(
+            Cluster(described, prepare(described, Request(stages=2, strategy="none")), VirtualClock(), MemoryNetwork())
+        )
         await cluster[0].run()
 
     with pytest.raises(ZeroDivisionError):

@@ -9,6 +9,7 @@
     export    the weights of a checkpoint as one file
     bench     how fast it is, beside others
     chaos     random runs that go wrong in random ways
+    gnn       graph networks: run, plan
 
     launch    a run from outside: nursery, signals, and what user code prints
     display   progress on a terminal, in a log, or not at all
@@ -28,7 +29,7 @@ from typing import Annotated, cast
 import typer
 
 import culm
-from culm.cli import bench, chaos, export, plan, profile, run, schedule, simulate, trace
+from culm.cli import bench, chaos, export, gnn, plan, profile, run, schedule, simulate, trace
 from culm.cli.failing import say
 
 app = typer.Typer(
@@ -46,6 +47,7 @@ app.add_typer(trace.app, name="trace")
 app.command("export")(export.export)
 app.command("bench")(bench.bench)
 app.command("chaos")(chaos.chaos)
+app.add_typer(gnn.app, name="gnn")
 
 _Refused = cast("type[typer.BadParameter]", typer.BadParameter.__base__)
 """The error behind every wrong option. Typer brings its class along in different places, depending on its version."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import json
 import sys
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from culm.errors import UsageError
 
 
 def bench(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="pipeline, beside torch's own; planner.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="pipeline, planner, gnn, simulator, resilience.")],
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds: a first impression.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print the figures as JSON, all else on stderr.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False,
@@ -63,16 +64,24 @@ def _pipeline(quick: bool) -> tuple[Any, Any]:
     return result, pipeline.table(result)
 
 
-def _planner(quick: bool) -> tuple[Any, Any]:
-    from benchmarks import planner
+def _module(name: str) -> Callable[[bool], tuple[Any, Any]]:
+    """A bench that is a module with run(quick=, progress=) and table()."""
 
-    result = planner.run(quick=quick, progress=_progress)
-    return result, planner.table(result)
+    def run(quick: bool) -> tuple[Any, Any]:
+        module = importlib.import_module(f"benchmarks.{name}")
+        result = module.run(quick=quick, progress=_progress)
+        return result, module.table(result)
+
+    return run
 
 
 def _progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-BENCHES: dict[str, Callable[[bool], tuple[Any, Any]]] = {"pipeline": _pipeline, "planner": _planner}
+BENCHES: dict[str, Callable[[bool], tuple[Any, Any]]] = {
+    "pipeline": _pipeline,
+    "planner": _module("planner"),
+    "gnn": _module("gnn"),
+}
 """By name: what runs it, quickly or not, and gives the figures and a table of them."""

@@ -1,0 +1,323 @@
+"""The board of a graph server: where every interval stands, what may run now, and what has been counted.
+
+Pure: events go in, tasks come out, time is a parameter. An interval walks through the steps of a pass one after the
+other; the oldest work goes first. The modes differ only in what a step waits for:
+
+    sync    all intervals of this server have finished the step before (and what a gather reads is of this pass)
+    pipe    what a gather reads is of this pass
+    async   what a gather reads is at most S + 1 passes old, and nobody runs more than S passes ahead of the slowest
+
+A pass is one training epoch, or one evaluation. Weights have versions: version n has seen the gradients of n epochs.
+The version that an interval reads first in a pass is the one it gets for all of that pass (stashing).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from culm.gnn.model import Model
+from culm.gnn.program import Place, Step, walk, weights_of
+
+Mode = Literal["sync", "pipe", "async"]
+MODES: tuple[Mode, ...] = ("sync", "pipe", "async")
+Feed = tuple[int, int]
+"""An interval of any server: (server, interval)."""
+_PATIENCE_S, _PATIENCE_FACTOR = 0.5, 5.0
+_FIRST_PATIENCE_S = 5.0
+"""While no task of a kind has ever come back: nobody knows yet what is slow."""
+_SMOOTHING = 0.2
+
+
+class Pass(NamedTuple):
+    """One walk over the graph."""
+
+    number: int
+    epoch: int
+    train: bool
+
+    @property
+    def version(self) -> int:
+        """The newest version of the weights that can exist when it starts."""
+        return self.epoch if self.train else self.epoch + 1
+
+
+def passes(epochs: int, evaluate_every: int) -> tuple[Pass, ...]:
+    """All passes of a run: every epoch, an evaluation after every so many and after the last."""
+    found: list[Pass] = []
+    for epoch in range(epochs):
+        found.append(Pass(len(found), epoch, True))
+        if (epoch + 1) % evaluate_every == 0 or epoch + 1 == epochs:
+            found.append(Pass(len(found), epoch, False))
+    return tuple(found)
+
+
+class Task(NamedTuple):
+    """One step of one interval in one pass: the key under which it counts, once."""
+
+    number: int
+    at: int
+    interval: int
+
+
+@dataclass
+class _Run:
+    """A task that somebody works on."""
+
+    since: float
+    workers: list[str]
+
+
+@dataclass
+class _Interval:
+    number: int
+    at: int = 0
+    pinned: dict[int, int] = field(default_factory=dict)
+    """Version by layer, from the first read in this pass on."""
+
+
+class Board:
+    """Tasks of one server's intervals. Raises nothing: what does not fit the state any more is answered with False."""
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        server: int,
+        feeds: Sequence[Sequence[Feed]],
+        plan: Sequence[Pass],
+        mode: Mode = "sync",
+        staleness: int = 0,
+        start: int = 0,
+    ) -> None:
+        self._model, self._mode, self._staleness = model, mode, staleness
+        self.plan, self.start = plan, start
+        self._walks = {True: walk(model, train=True), False: walk(model, train=False)}
+        self._server = server
+        self._intervals = [_Interval(start) for _ in feeds]
+        known = sorted({feed for row in feeds for feed in row} | {(server, i) for i in range(len(feeds))})
+        self._places: dict[Feed, int] = {feed: i for i, feed in enumerate(known)}
+        self._feeds = [np.array([self._places[feed] for feed in row], np.int64) for row in feeds]
+        self._sent: dict[tuple[int, bool], np.ndarray[tuple[int], np.dtype[np.int64]]] = {}
+        """By layer and direction: the pass in which each interval has sent its rows last; -1: never."""
+        self._slowest: dict[int, int] = {s: start for s, _ in known if s != server}
+        self._versions: dict[int, int] = {}
+        trained = next((p.number for p in plan[start:] if p.train), start)
+        self._first = {False: start, True: trained}
+        """The first pass that sends rows forward, and back: nothing older is ever there."""
+        self._permitted = len(plan)
+        self._running: dict[Task, _Run] = {}
+        self._again: set[Task] = set()
+        self._pace: dict[str, float] = {}
+        self.relaunches = 0
+
+    # What is asked.
+
+    def step(self, task: Task) -> Step:
+        return self._walks[self.plan[task.number].train][task.at]
+
+    def next(self, place: Place) -> Task | None:
+        """The oldest task that may start there now."""
+        return next(self.ready(place), None)
+
+    def ready(self, place: Place) -> Iterator[Task]:
+        """All tasks that may start there now, oldest first: those to be run again before all others."""
+        yield from sorted(t for t in self._again if self.step(t).place == place)
+        for interval in sorted(range(len(self._intervals)), key=lambda i: (*self._position(i), i)):
+            task = self._task(interval)
+            if task is None or task in self._running or task in self._again:
+                continue
+            if self.step(task).place == place and self.why_not(task) is None:
+                yield task
+
+    def why_not(self, task: Task) -> str | None:
+        """What a task waits for, for people; None: nothing."""
+        step, now = self.step(task), self.plan[task.number]
+        if now.number >= self._permitted:
+            return f"pass {now.number} is not permitted yet"
+        if self._mode == "sync" and min(self._position(i) for i in range(len(self._intervals))) < (
+            task.number,
+            task.at,
+        ):
+            return "another interval is still at the step before"
+        if (self._mode == "async" and (task.at == 0 or step.gathers)) and now.number - self.slowest > self._staleness:
+            return f"the slowest interval is {now.number - self.slowest} passes behind, {self._staleness} are allowed"
+        if step.gathers and not self._fed(task, step):
+            return f"rows of layer {step.layer} have not come from all neighbours"
+        return self._weights_missing(task, step, now)
+
+    def _fed(self, task: Task, step: Step) -> bool:
+        sent = self._sent.get((step.layer, step.back))
+        feeds = self._feeds[task.interval]
+        if sent is None:
+            return False
+        return bool(sent[feeds].min() >= self._needed(task, step.back))
+
+    def _needed(self, task: Task, back: bool) -> int:
+        """The oldest pass whose rows may be gathered."""
+        now = self.plan[task.number]
+        if self._mode != "async" or not now.train:
+            return now.number
+        first, oldest = self._first[back], task.number - 1 - self._staleness
+        while back and oldest > first and not self.plan[oldest].train:
+            oldest -= 1  # evaluations send nothing back
+        return max(first, oldest)
+
+    def _weights_missing(self, task: Task, step: Step, now: Pass) -> str | None:
+        pinned = self._intervals[task.interval].pinned
+        oldest = now.version - (self._staleness if self._mode == "async" and now.train else 0)
+        for layer in weights_of(self._model, step):
+            if layer not in pinned and self._versions.get(layer, -1) < max(oldest, 0):
+                return f"version {oldest} of layer {layer} is not there yet"
+        return None
+
+    def versions(self, task: Task) -> dict[int, int]:
+        """The version of each layer that a task reads; from here on pinned for its interval until the pass ends."""
+        pinned = self._intervals[task.interval].pinned
+        now = self.plan[task.number]
+        for layer in weights_of(self._model, self.step(task)):
+            pinned.setdefault(layer, min(self._versions[layer], now.version))
+        return {layer: pinned[layer] for layer in weights_of(self._model, self.step(task))}
+
+    def oldest_version(self, layer: int) -> int:
+        """No interval of this server will ever ask for an older one."""
+        newest = self._versions.get(layer, 0)
+        held = [i.pinned[layer] for i in self._intervals if layer in i.pinned]
+        return min([newest, *held])
+
+    @property
+    def slowest(self) -> int:
+        """The pass in which the slowest interval of all servers is."""
+        return min(self.own_slowest, *self._slowest.values()) if self._slowest else self.own_slowest
+
+    @property
+    def own_slowest(self) -> int:
+        return min(i.number for i in self._intervals)
+
+    @property
+    def finished(self) -> bool:
+        return self.own_slowest >= len(self.plan)
+
+    @property
+    def spread(self) -> int:
+        """Passes between the fastest and the slowest interval of this server."""
+        return max(i.number for i in self._intervals) - self.own_slowest
+
+    def queue(self, place: Place) -> int:
+        """Tasks that could start there if somebody were free."""
+        return sum(1 for _ in self.ready(place))
+
+    def running(self) -> Mapping[Task, Sequence[str]]:
+        return {task: run.workers for task, run in self._running.items()}
+
+    # What happens.
+
+    def current(self, task: Task) -> bool:
+        """Whether a task is still to be finished: the result of any other comes too late."""
+        return self._task(task.interval) == task
+
+    def begin(self, task: Task, worker: str, now: float) -> None:
+        """Somebody starts on a task."""
+        self._again.discard(task)
+        run = self._running.setdefault(task, _Run(now, []))
+        run.since = now
+        run.workers.append(worker)
+
+    def done(self, task: Task, now: float) -> bool:
+        """A task is finished, by whoever: True the first time, and only then its result counts."""
+        if not self.current(task):
+            return False
+        run = self._running.pop(task, None)
+        self._again.discard(task)
+        step = self.step(task)
+        if run is not None:
+            self._note(str(step), now - run.since)
+        if step.kind == "SC":
+            self._mark(step, (self._server, task.interval), task.number)
+        self._advance(task)
+        return True
+
+    def _advance(self, task: Task) -> None:
+        mine = self._intervals[task.interval]
+        mine.at += 1
+        if mine.at == len(self._walks[self.plan[task.number].train]):
+            mine.number, mine.at = mine.number + 1, 0
+            mine.pinned.clear()
+
+    def _mark(self, step: Step, feed: Feed, number: int) -> None:
+        sent = self._sent.setdefault((step.layer, step.back), np.full(len(self._places), -1, np.int64))
+        if feed in self._places:
+            sent[self._places[feed]] = max(sent[self._places[feed]], number)
+
+    def arrived(self, feed: Feed, layer: int, back: bool, number: int) -> None:
+        """Rows of an interval of another server have come."""
+        self._mark(Step("SC", layer, back, "server"), feed, number)
+
+    def version(self, layer: int, version: int) -> None:
+        """A parameter server has a new version."""
+        self._versions[layer] = max(version, self._versions.get(layer, -1))
+
+    def progressed(self, server: int, slowest: int) -> None:
+        """Another server says in which pass its slowest interval is."""
+        self._slowest[server] = max(slowest, self._slowest.get(server, 0))
+
+    def permit(self, until: int) -> None:
+        """Passes below this number may run."""
+        self._permitted = until
+
+    def stop_after(self, number: int) -> None:
+        """No pass from this number on will ever run."""
+        self.plan = self.plan[:number]
+
+    def lost(self, worker: str) -> list[Task]:
+        """A worker is gone: what only it worked on is to be run again."""
+        found = []
+        for task, run in list(self._running.items()):
+            run.workers = [w for w in run.workers if w != worker]
+            if not run.workers:
+                del self._running[task]
+                found.append(task)
+        self._launch_again(found)
+        return found
+
+    def overdue(self, now: float) -> list[Task]:
+        """Tasks that take too long: to be run a second time, and whoever is first counts."""
+        found = []
+        for task, run in self._running.items():
+            if task not in self._again and now - run.since > self.patience(self.step(task)):
+                found.append(task)
+        self._launch_again(found)
+        return found
+
+    def refused(self, task: Task, worker: str) -> None:
+        """A worker could not do it (what it had kept is gone): it is to be sent again, with everything."""
+        run = self._running.get(task)
+        if run is not None and worker in run.workers:
+            run.workers.remove(worker)
+            if not run.workers:
+                del self._running[task]
+                self._again.add(task)
+
+    def patience(self, step: Step) -> float:
+        """Seconds until a task is launched again."""
+        pace = self._pace.get(str(step))
+        return _FIRST_PATIENCE_S if pace is None else max(_PATIENCE_S, _PATIENCE_FACTOR * pace)
+
+    def _launch_again(self, tasks: Sequence[Task]) -> None:
+        self._again.update(tasks)
+        self.relaunches += len(tasks)
+
+    def _note(self, kind: str, seconds: float) -> None:
+        before = self._pace.get(kind)
+        self._pace[kind] = seconds if before is None else before + _SMOOTHING * (seconds - before)
+
+    def _position(self, interval: int) -> tuple[int, int]:
+        mine = self._intervals[interval]
+        return mine.number, mine.at
+
+    def _task(self, interval: int) -> Task | None:
+        number, at = self._position(interval)
+        return Task(number, at, interval) if number < len(self.plan) else None

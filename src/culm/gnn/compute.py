@@ -1,0 +1,60 @@
+"""One dense task from its inputs to its result: the same function for a worker and for a server that runs it itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from culm.gnn.dense import Context, Dense, Kept, attend, attend_back
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from culm.gnn.board import Pass
+    from culm.gnn.dense import Gradients
+    from culm.gnn.model import Model, Weights
+    from culm.gnn.program import Step
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a dense task comes to."""
+
+    rows: Tensor | None
+    gradients: Gradients = field(default_factory=dict)
+    loss: float = 0.0
+    counts: tuple[int, ...] = ()
+    kept: Kept | None = None
+
+
+class Kernel:
+    """The dense tasks of a run."""
+
+    def __init__(self, model: Model, seed: int, total: int) -> None:
+        self._model, self._seed, self._total = model, seed, total
+        self._dense = Dense(model)
+
+    def run(
+        self, step: Step, now: Pass, inputs: Sequence[Tensor], weights: Mapping[int, Weights], kept: Kept | None = None
+    ) -> Outcome:
+        """Inputs as `Shard.inputs` names them; `kept` is what the forward of the same interval and pass left."""
+        if step.kind == "AE":
+            return self._edges(step, inputs)
+        context = Context(self._seed, now.epoch, now.train, inputs[0])
+        if step.layer == self._model.layers:
+            found = self._dense.loss(inputs[1], weights, context, inputs[2], inputs[3], self._total)
+            return Outcome(found.rows, found.gradients, found.total, found.counts)
+        if step.back:
+            source = inputs[2] if len(inputs) > 2 else None
+            rows, gradients = self._dense.backward(step.layer, source, inputs[1], weights, context, kept)
+            return Outcome(rows, gradients)
+        sent, left = self._dense.forward(step.layer, inputs[1], weights, context)
+        return Outcome(sent, kept=left)
+
+    def _edges(self, step: Step, inputs: Sequence[Tensor]) -> Outcome:
+        offsets = (inputs[0] - inputs[0][0]).long()
+        if not step.back:
+            return Outcome(attend(inputs[1], offsets))
+        heads = self._model.heads
+        return Outcome(attend_back(inputs[1], inputs[2][:, :heads], inputs[3], offsets))

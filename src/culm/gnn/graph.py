@@ -1,0 +1,224 @@
+"""A graph to learn on: symmetric edges in CSR, features, labels, and who may be learned from.
+
+Edges are kept without self loops and without duplicates; models add the self loops they want. Every reader ends in
+`Graph`, whose constructor refuses what training would stumble over, in one sentence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from culm.errors import UsageError
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from numpy.typing import NDArray
+
+    Array: TypeAlias = NDArray[Any]
+
+TRAIN, VAL, TEST = 1, 2, 4
+"""Bits of a vertex's role. A vertex has at most one, so nothing that is measured on was learned from."""
+_TRAIN_PER_CLASS, _VAL_PER_CLASS = 20, 30
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """`indptr` and `indices` list the neighbours of every vertex, sorted. Labels below 0 are unknown."""
+
+    indptr: Array
+    indices: Array
+    features: Array
+    labels: Array
+    roles: Array
+    name: str = "graph"
+
+    def __post_init__(self) -> None:
+        _check_structure(self.indptr, self.indices)
+        _check_rows("features", self.features, self.vertices)
+        _check_rows("labels", self.labels, self.vertices)
+        _check_rows("roles", self.roles, self.vertices)
+        _check_features(self.features)
+        _check_roles(self.roles, self.labels)
+
+    @property
+    def vertices(self) -> int:
+        return len(self.indptr) - 1
+
+    @property
+    def edges(self) -> int:
+        """Directed edges: twice the undirected ones."""
+        return len(self.indices)
+
+    @property
+    def width(self) -> int:
+        """Features a vertex has."""
+        return int(self.features.shape[1])
+
+    @cached_property
+    def classes(self) -> int:
+        return int(self.labels.max(initial=-1)) + 1
+
+    @cached_property
+    def train_vertices(self) -> int:
+        return int(np.count_nonzero(self.roles == TRAIN))
+
+    @property
+    def degrees(self) -> Array:
+        return np.diff(self.indptr)
+
+    def normalised(self) -> Graph:
+        """The same with feature rows that sum to one; rows of zeros, and graphs with negative features, stay."""
+        if (self.features < 0).any():
+            return self
+        sums = self.features.sum(1, keepdims=True)
+        return replace(self, features=self.features / np.where(sums > 0, sums, 1).astype(np.float32))
+
+
+def from_edges(
+    sources: Array,
+    targets: Array,
+    vertices: int,
+    *,
+    features: Array | None,
+    labels: Array | None,
+    roles: Array | None = None,
+    symmetrize: bool = False,
+    split_seed: int = 0,
+    name: str = "graph",
+) -> Graph:
+    """A graph out of directed edges. Self loops and duplicates go; without roles a split is drawn from `split_seed`.
+
+    Raises UsageError for edges out of range, for an edge without its reverse (unless `symmetrize` adds it), and for
+    features or labels that are missing or do not fit.
+    """
+    _check_range(sources, targets, vertices)
+    if features is None:
+        raise UsageError(
+            f"{name} has no features: give a row of numbers for every vertex (x of a PyG Data, feat_* of an npz)"
+        )
+    if labels is None:
+        raise UsageError(f"{name} has no labels: give a class for every vertex, -1 where it is unknown")
+    ends = np.asarray(sources, np.int64), np.asarray(targets, np.int64)
+    indptr, indices = csr(*ends, vertices, symmetrize=symmetrize)
+    labels = np.asarray(labels).astype(np.int64, copy=False)
+    if roles is None:
+        roles = split(labels, split_seed)
+    return Graph(indptr, indices, np.ascontiguousarray(features, np.float32), labels, np.asarray(roles, np.uint8), name)
+
+
+def split(labels: Array, seed: int) -> Array:
+    """Roles for a graph without a fixed split: of every class 20 vertices to learn from and 30 to validate on (a third
+    and a quarter of a class that has fewer than 60), all others to test."""
+    roles = np.where(labels >= 0, TEST, 0).astype(np.uint8)
+    rng = np.random.default_rng((seed, 7))
+    for label in range(int(labels.max(initial=-1)) + 1):
+        members = rng.permutation(np.flatnonzero(labels == label))
+        train = min(_TRAIN_PER_CLASS, -(-len(members) // 3))
+        val = min(_VAL_PER_CLASS, len(members) // 4)
+        roles[members[:train]] = TRAIN
+        roles[members[train : train + val]] = VAL
+    return roles
+
+
+def roles_of(vertices: int, train: Array, val: Array, test: Array) -> Array:
+    """Roles out of three sets of vertices, as masks or as indices. Raises UsageError where two of them overlap."""
+    masks = {name: _mask(name, given, vertices) for name, given in (("train", train), ("val", val), ("test", test))}
+    roles = np.zeros(vertices, np.uint8)
+    for (name, mask), bit in zip(masks.items(), (TRAIN, VAL, TEST), strict=True):
+        if (roles[mask] != 0).any():
+            vertex = int(np.flatnonzero(mask & (roles != 0))[0])
+            raise UsageError(
+                f"vertex {vertex} is in the {name} set and in another one: "
+                "give every vertex one role, or accuracy is measured on what was learned"
+            )
+        roles[mask] = bit
+    return roles
+
+
+def _mask(name: str, given: Array, vertices: int) -> Array:
+    given = np.asarray(given)
+    if given.dtype == bool:
+        _check_rows(f"the {name} mask", given, vertices)
+        return given
+    if given.size and not np.issubdtype(given.dtype, np.integer):
+        raise UsageError(f"the {name} set holds {given.dtype}: give a mask, or vertex numbers")
+    if given.size and (given.min() < 0 or given.max() >= vertices):
+        raise UsageError(f"the {name} set names vertex {given.max()}, and the graph has {vertices}: number them from 0")
+    mask = np.zeros(vertices, bool)
+    mask[given.astype(np.int64)] = True
+    return mask
+
+
+def csr(sources: Array, targets: Array, vertices: int, *, symmetrize: bool) -> tuple[Array, Array]:
+    """Neighbours of every vertex, sorted, each once; every edge must be there in both directions."""
+    other = sources != targets
+    sources, targets = sources[other], targets[other]
+    if symmetrize:
+        keys = np.unique(np.concatenate([targets * vertices + sources, sources * vertices + targets]))
+    else:
+        keys = np.unique(targets * vertices + sources)
+        back = np.sort(keys % vertices * vertices + keys // vertices)
+        if not np.array_equal(keys, back):
+            raise UsageError(_one_way(keys, back, vertices))
+    indptr = np.zeros(vertices + 1, np.int64)
+    np.cumsum(np.bincount(keys // vertices, minlength=vertices), out=indptr[1:])
+    return indptr, (keys % vertices).astype(np.int32)
+
+
+def _one_way(keys: Array, back: Array, vertices: int) -> str:
+    lone = np.setdiff1d(keys, back)
+    target, source = divmod(int(lone[0]), vertices)
+    return (
+        f"{len(lone)} of {len(keys)} edges have no reverse, the first from {source} to {target}: "
+        "add the reverse edges, or ask for that with --symmetrize (symmetrize=True)"
+    )
+
+
+def _check_range(sources: Array, targets: Array, vertices: int) -> None:
+    for name, ends in (("source", sources), ("target", targets)):
+        if len(ends) and (int(ends.min()) < 0 or int(ends.max()) >= vertices):
+            worst = int(ends.min()) if int(ends.min()) < 0 else int(ends.max())
+            raise UsageError(
+                f"an edge has the {name} {worst}, and the graph has {vertices} vertices: number them from 0"
+            )
+
+
+def _check_structure(indptr: Array, indices: Array) -> None:
+    if len(indptr) < 2:
+        raise UsageError("the graph has 0 vertices: give at least one")
+    if indptr[0] != 0 or indptr[-1] != len(indices) or (np.diff(indptr) < 0).any():
+        raise UsageError(f"indptr does not describe {len(indices)} indices: it has to grow from 0 to their number")
+
+
+def _check_rows(name: str, rows: Array, vertices: int) -> None:
+    if rows.shape[0] != vertices:
+        raise UsageError(f"{name} has {rows.shape[0]} rows for {vertices} vertices: give one row for each")
+
+
+def _check_features(features: Array) -> None:
+    if features.ndim != 2 or features.shape[1] == 0:
+        raise UsageError(f"features has the shape {features.shape}: give a row of at least one number for every vertex")
+    bad = ~np.isfinite(features).all(1)
+    if bad.any():
+        raise UsageError(f"features of vertex {int(bad.argmax())} are not finite: replace NaN and infinity")
+
+
+def _check_roles(roles: Array, labels: Array) -> None:
+    if (labels[roles != 0] < 0).any():
+        vertex = int(np.flatnonzero((roles != 0) & (labels < 0))[0])
+        raise UsageError(f"vertex {vertex} is in a split and has no label: label it, or take it out of the split")
+    if not (roles == TRAIN).any():
+        raise UsageError("no vertex is in the train set: name at least one of every class")
+    seen = np.bincount(labels[roles == TRAIN], minlength=int(labels.max(initial=0)) + 1)
+    known = np.bincount(labels[labels >= 0], minlength=len(seen))
+    missing = np.flatnonzero((seen == 0) & (known > 0))
+    if len(missing):
+        raise UsageError(
+            f"class {missing[0]} has no vertex in the train set ({known[missing[0]]} elsewhere): "
+            "add one, or set its labels to -1"
+        )

@@ -1,0 +1,277 @@
+"""Whoever leads a run: seats, generations, permits, and the end.
+
+A lost server ends the generation. The next one starts from the newest version of the weights that every parameter
+server has saved; graph servers keep nothing that can not be made again. So no gradient is missed or counted twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from culm.errors import RunError
+from culm.gnn import messages as say
+from culm.gnn.board import passes
+from culm.gnn.fetch import fetch
+from culm.gnn.ledger import Epoch, Evaluation, Ledger, exhausted
+from culm.gnn.setup import Generation, Member, Permit, Report, Setup, pack, unpack
+
+if TYPE_CHECKING:
+    from culm.cluster.store import Store
+    from culm.gnn.desk import Desk
+    from culm.gnn.launch.base import Launcher, Ticket
+    from culm.gnn.model import Weights
+
+_SUSPECT_S = 1.0
+_LOOK_S = 0.5
+_MOST_LOSSES = 50
+"""In a row without a single new epoch: then it is no accident."""
+
+
+@dataclass
+class Findings:
+    """What a run leaves."""
+
+    ledger: Ledger
+    weights: dict[int, Weights] = field(default_factory=dict)
+    best: dict[int, Weights] = field(default_factory=dict)
+    generations: int = 0
+    stopped: str = ""
+    recoveries: list[dict[str, object]] = field(default_factory=list)
+
+
+class Leader:
+    """One run. `told` gets every event, `epoch` and `evaluated` what became complete."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        store: Store,
+        desk: Desk,
+        servers: Launcher,
+        ticket: Ticket,
+        *,
+        patience: int,
+        latency_s: float,
+        told: Callable[..., None],
+        epoch: Callable[[Epoch], None],
+        evaluated: Callable[[Evaluation], None],
+    ) -> None:
+        self._setup, self._store, self._desk, self._servers, self._ticket = setup, store, desk, servers, ticket
+        self._patience, self._latency_s = patience, latency_s
+        self._told, self._epoch, self._evaluated = told, epoch, evaluated
+        self._plan = passes(setup.epochs, setup.evaluate_every)
+        self.found = Findings(Ledger(setup.servers, setup.total, self._plan))
+        self._generation = Generation(0, 0, 0)
+        self._members: dict[str, Member] = {}
+        self._seated: set[str] = set()
+        self._saved: dict[str, list[int]] = {}
+        self._losses_in_a_row = 0
+        self._lost_at: tuple[str, float] | None = None
+        self._suspicions: set[asyncio.Task[None]] = set()
+        self._looked_at = float("-inf")
+        self._held: Callable[[int], bool] = lambda _: False
+        self._open: Evaluation | None = None
+        self._over = asyncio.Event()
+
+    async def run(self) -> Findings:
+        """To the end. Raises RunError when servers are lost faster than they get anywhere."""
+        await self._store.put("setup", pack(self._setup))
+        await self._servers.launch(self._ticket, len(self._setup.seats))
+        heeding, over = asyncio.create_task(self._heed_all()), asyncio.create_task(self._over.wait())
+        try:
+            await asyncio.wait([heeding, over], return_when=asyncio.FIRST_COMPLETED)
+            if heeding.done():
+                heeding.result()  # raises what went wrong
+        finally:
+            for task in (heeding, over):
+                task.cancel()
+            await asyncio.gather(heeding, over, return_exceptions=True)
+        return self.found
+
+    async def _heed_all(self) -> None:
+        async with contextlib.aclosing(self._store.watch("")) as changes:
+            async for key, value in changes:
+                await self._heed(key, value)
+
+    def pids(self) -> dict[str, int]:
+        """Process ids of the servers, by seat."""
+        return {seat: member.pid for seat, member in self._members.items()}
+
+    def forget(self, pid: int) -> None:
+        """A server was killed on purpose: it is not there any more, before its end is noticed."""
+        self._members = {seat: m for seat, m in self._members.items() if m.pid != pid}
+
+    async def _heed(self, key: str, value: bytes | None) -> None:
+        kind, _, rest = key.partition("/")
+        if kind == "seats":
+            await self._seat(rest, taken=value is not None)
+        elif kind == "saved" and value is not None:
+            self._saved[rest] = unpack(value, list[int])
+        elif kind == "members" and value is not None:
+            await self._member(rest, unpack(value, Member))
+        elif kind == "broken" and rest == str(self._generation.number) and value is not None:
+            self._suspect(f"a connection of graph-{value.decode()} broke")
+        elif kind == "report" and value is not None:
+            await self._report(unpack(value, Report))
+
+    # Who is there.
+
+    async def _seat(self, seat: str, *, taken: bool) -> None:
+        if taken:
+            self._seated.add(seat)
+            if self._generation.number == 0 and self._seated == set(self._setup.seats):
+                await self._next("all seats are taken")
+            return
+        self._seated.discard(seat)
+        self._lost_at = (seat, time.monotonic())
+        self._told(kind="server-lost", node=seat)
+        await self._servers.launch(self._ticket, 1)
+        if self._generation.number:
+            await self._next(f"{seat} was lost")
+
+    def _suspect(self, why: str) -> None:
+        """A connection broke. Mostly a server is gone, which is known in a moment; if not, start over all the same."""
+        number = self._generation.number
+
+        async def wait() -> None:
+            await asyncio.sleep(_SUSPECT_S)
+            if self._generation.number == number:
+                await self._next(why)
+
+        task = asyncio.create_task(wait())
+        self._suspicions.add(task)
+        task.add_done_callback(self._suspicions.discard)
+
+    async def _next(self, why: str) -> None:
+        """A new generation, from what everyone has saved."""
+        self._losses_in_a_row += 1
+        if self._losses_in_a_row > _MOST_LOSSES:
+            raise RunError(f"{_MOST_LOSSES} servers were lost and not an epoch was done: look at their messages")
+        version = newest_common([self._saved.get(seat, []) for seat in self._setup.parameter_seats])
+        number = self._generation.number + 1
+        self._generation = Generation(number, version, self._start(version))
+        self._members, self._open = {}, None
+        self.found.generations = number
+        self._told(kind="generation", number=number, version=version, why=why)
+        await self._store.put("generation", pack(self._generation))
+
+    def _start(self, version: int) -> int:
+        """The first pass that is not covered by a version: an evaluation of it, if that was due, is done again."""
+        return next((p.number for p in self._plan if p.version == version and (p.train or version)), 0)
+
+    async def _member(self, key: str, member: Member) -> None:
+        number, _, seat = key.partition("/")
+        if int(number) != self._generation.number:
+            return
+        self._members[seat] = member
+        self._told(kind="server-up", node=seat, pid=member.pid, generation=self._generation.number)
+        if set(self._members) == set(self._setup.seats):
+            self._recovered()
+            self._desk.tell(self._roster())
+            await self._permit(self._generation.start)
+
+    def _recovered(self) -> None:
+        if self._lost_at is not None:
+            seat, at = self._lost_at
+            ms = round((time.monotonic() - at) * 1e3, 1)
+            self.found.recoveries.append(
+                {"step": self._generation.version, "lost": [seat], "move_ms": ms, "source": "checkpoint"}
+            )
+            self._lost_at = None
+
+    def _roster(self) -> say.Roster:
+        setup = self._setup
+        return say.Roster(
+            generation=self._generation.number,
+            graph=tuple(self._members[s].address for s in setup.graph_seats),
+            parameter=tuple(self._members[s].address for s in setup.parameter_seats),
+            model=setup.model,
+            seed=setup.seed,
+            total=setup.total,
+            latency_s=self._latency_s,
+        )
+
+    # How it goes.
+
+    async def _permit(self, start: int) -> None:
+        """Everything up to the next evaluation may run."""
+        until = next(p.number for p in self._plan[start:] if not p.train) + 1
+        await self._store.put("permit", pack(Permit(self._generation.number, until, len(self._plan))))
+
+    async def _report(self, report: Report) -> None:
+        if report.generation != self._generation.number:
+            return
+        epochs, evaluations = self.found.ledger.add(report)
+        self._look()
+        for done in epochs:
+            self._losses_in_a_row = 0
+            self._epoch(done)
+        for evaluation in evaluations:
+            self._evaluated(evaluation)
+            self._open = evaluation
+            await self.go_on()
+
+    def _look(self) -> None:
+        """How the queues are, now and then."""
+        now, ledger = time.monotonic(), self.found.ledger
+        if now - self._looked_at > _LOOK_S:
+            self._looked_at = now
+            gauges = {name: ledger.now_of(name) for name in ("queue", "running", "spread")}
+            self._told(kind="queues", workers=len(self._desk), **gauges)
+
+    def hold_while(self, held: Callable[[int], bool]) -> None:
+        """Do not pass the evaluation of an epoch while this says so."""
+        self._held = held
+
+    async def go_on(self) -> None:
+        """Decide on an evaluation that is open, unless it is held."""
+        if self._open is not None and not self._held(self._open.epoch):
+            evaluation, self._open = self._open, None
+            await self._decide(evaluation)
+
+    async def _decide(self, evaluation: Evaluation) -> None:
+        """After an evaluation: keep the best weights, stop, or go on."""
+        ledger = self.found.ledger
+        last = evaluation.epoch + 1 == self._setup.epochs
+        history = [e for n, e in sorted(ledger.evaluations.items()) if n <= evaluation.epoch]
+        why = exhausted(history, self._patience)
+        best = ledger.best is not None and ledger.best.epoch == evaluation.epoch
+        try:
+            if best or last or why is not None:
+                self.found.weights = await self._fetch()
+                self.found.best = self.found.weights if best else self.found.best
+        except RunError as error:
+            self._suspect(str(error))  # the next generation evaluates again
+            return
+        if last or why is not None:
+            self.found.stopped = why or ""
+            self._over.set()
+            return
+        number = next(p.number for p in self._plan if not p.train and p.epoch == evaluation.epoch)
+        await self._permit(number + 1)
+
+    async def _fetch(self) -> dict[int, Weights]:
+        seats = self._setup.parameter_seats
+        if any(seat not in self._members for seat in seats):
+            raise RunError("a parameter server was lost")
+        addresses = [self._members[seat].address for seat in seats]
+        return await fetch(addresses, self._ticket.token, self._generation.number, self._setup.model.layers)
+
+
+def newest_common(saved: list[list[int]]) -> int:
+    """The newest version that every parameter server has; the initial one is always there."""
+    common = set(saved[0]).intersection(*saved[1:])
+    return max(common, default=0)
+
+
+def kill(pid: int) -> None:
+    """End a process the hard way, as a machine that is taken away would."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)

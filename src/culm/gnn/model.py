@@ -1,0 +1,176 @@
+"""What is trained: a GCN or a GAT, its parameters under the names that PyG gives them, and its draws of chance."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+import torch
+
+from culm.errors import UsageError
+from culm.runtime.keys import key
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Kind = Literal["gcn", "gat"]
+Weights = dict[str, "Tensor"]
+"""Parameters of one layer: `lin.weight` (out, in), `bias`, and under attention `att_src`, `att_dst`."""
+
+
+class Model(msgspec.Struct, frozen=True, kw_only=True):
+    """Graph convolutions one after the other, ReLU and dropout in between, as PyG's GCN and GAT are built.
+
+    `widths` runs from the features to the classes. Heads of a GAT are concatenated, in the last layer averaged.
+    """
+
+    kind: Kind
+    widths: tuple[int, ...]
+    heads: int = 1
+    dropout: float = 0.5
+    input_dropout: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("gcn", "gat"):
+            raise UsageError(f"--model {self.kind!r}: there are gcn and gat")
+        if len(self.widths) < 2 or min(self.widths) < 1:
+            raise UsageError(f"widths are {self.widths}: a model has at least one layer, and no width below 1")
+        for name, p in (("dropout", self.dropout), ("input_dropout", self.input_dropout)):
+            if not 0 <= p < 1:
+                raise UsageError(f"--{name.replace('_', '-')} is {p}: give a share from 0 up to, not including, 1")
+        if self.heads < 1 or (self.kind == "gcn" and self.heads != 1):
+            raise UsageError(f"--heads {self.heads}: a gat has 1 or more, a gcn has none to choose")
+        for width in self.widths[1:-1]:
+            if width % self.heads:
+                raise UsageError(
+                    f"--hidden {width} is no multiple of --heads {self.heads}: every head has the same width"
+                )
+
+    @property
+    def layers(self) -> int:
+        return len(self.widths) - 1
+
+    def channels(self, layer: int) -> int:
+        """Width of one head."""
+        out = self.widths[layer + 1]
+        return out if layer == self.layers - 1 else out // self.heads
+
+    def shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of a layer's parameters."""
+        if self.kind == "gcn":
+            return {"lin.weight": (self.widths[layer + 1], self.widths[layer]), "bias": (self.widths[layer + 1],)}
+        heads, channels = self.heads, self.channels(layer)
+        return {
+            "lin.weight": (heads * channels, self.widths[layer]),
+            "att_src": (1, heads, channels),
+            "att_dst": (1, heads, channels),
+            "bias": (self.widths[layer + 1],),
+        }
+
+    def initial(self, layer: int, seed: int) -> Weights:
+        """First weights of a layer: Glorot's, zeros for the bias; a function of (seed, layer) alone."""
+        found = {}
+        for name, shape in self.shapes(layer).items():
+            draw = torch.Generator().manual_seed(key(seed, "gnn", layer, name))
+            bound = 0.0 if name == "bias" else math.sqrt(6.0 / (shape[-2] + shape[-1]))
+            found[name] = (torch.rand(shape, generator=draw) * 2 - 1) * bound
+        return found
+
+
+def model_of(
+    given: Any,
+    *,
+    width: int,
+    classes: int,
+    layers: int,
+    hidden: int,
+    heads: int,
+    dropout: float,
+    input_dropout: float | None,
+) -> Model:
+    """The Model that a user means: one, "gcn" or "gat" with options, or a PyG GCN or GAT, whose shape it takes over.
+
+    Raises UsageError for anything else, and for a model that does not fit features and classes.
+    """
+    if isinstance(given, Model):
+        found = given
+    elif isinstance(given, str):
+        if layers < 1:
+            raise UsageError(f"--layers {layers}: a model has at least one")
+        kind: Any = given
+        into = dropout if input_dropout is None else input_dropout
+        shape = (width, *[hidden] * (layers - 1), classes)
+        found = Model(kind=kind, widths=shape, heads=heads, dropout=dropout, input_dropout=into)
+    else:
+        found = _of_pyg(given)
+    if found.widths[0] != width or found.widths[-1] < classes:
+        raise UsageError(
+            f"the model is made for {found.widths[0]} features and {found.widths[-1]} classes, "
+            f"the graph has {width} and {classes}: make them agree"
+        )
+    return found
+
+
+def _of_pyg(module: Any) -> Model:
+    kind: Any = type(module).__name__.lower()
+    convs = getattr(module, "convs", None)
+    known = {"GCNConv", "GATConv"}
+    if kind not in ("gcn", "gat") or convs is None or {type(c).__name__ for c in convs} - known:
+        raise UsageError(
+            f"model is a {type(module).__name__}: give 'gcn', 'gat', a culm.gnn.Model, or a GCN or GAT of PyG"
+        )
+    heads = [int(getattr(conv, "heads", 1)) for conv in convs]
+    widths = [int(convs[0].in_channels), *(int(c.out_channels) * h for c, h in zip(convs, heads, strict=True))]
+    widths[-1] = int(convs[-1].out_channels)
+    return Model(
+        kind=kind,
+        widths=tuple(widths),
+        heads=heads[0],
+        dropout=float(module.dropout.p),
+        input_dropout=0.0,
+    )
+
+
+def initial_weights(model: Model, seed: int, given: Mapping[str, Tensor] | None) -> dict[int, Weights]:
+    """Weights of all layers: from the seed, or from a state dict with PyG's names (`convs.0.lin.weight`, ...)."""
+    if given is None:
+        return {layer: model.initial(layer, seed) for layer in range(model.layers)}
+    found: dict[int, Weights] = {}
+    for layer in range(model.layers):
+        found[layer] = {}
+        for name, shape in model.shapes(layer).items():
+            full = f"convs.{layer}.{name}"
+            if full not in given or tuple(given[full].shape) != shape:
+                there = tuple(given[full].shape) if full in given else "not there"
+                raise UsageError(f"init: {full} is {there}: the model needs it with shape {shape}")
+            found[layer][name] = given[full].detach().to(torch.float32).clone().contiguous()
+    return found
+
+
+def state_dict(weights: Mapping[int, Weights]) -> dict[str, Tensor]:
+    """The names under which torch_geometric.nn.GCN and .GAT load them."""
+    return {f"convs.{layer}.{name}": tensor for layer, own in sorted(weights.items()) for name, tensor in own.items()}
+
+
+def kept(shape: tuple[int, int], p: float, seed: int, epoch: int, layer: int, vertices: Tensor) -> Tensor:
+    """Dropout as a mask of what is kept: a function of (seed, epoch, layer, vertex, column), whoever computes it."""
+    rows, columns = shape
+    base = key(seed, "dropout", epoch, layer)
+    mixed = _mixed(vertices[:rows], base)[:, None] ^ _mixed(torch.arange(columns), base ^ 0x5DEECE66D)[None, :]
+    threshold = round(p * 2**32) - 2**31
+    return mixed.mul_(_ODD) >= threshold
+
+
+_ODD = -1640531535
+"""Knuth's multiplicative hash: the upper bits, which the comparison looks at, depend on all bits of the input."""
+
+
+def _mixed(numbers: Tensor, base: int) -> Tensor:
+    """32 well-mixed bits of each number (the finaliser of splitmix64)."""
+    x = numbers.to(torch.int64) + base
+    x = x * -7046029254386353131
+    x = (x ^ (x >> 30)) * -4658895280553007687
+    x = (x ^ (x >> 27)) * -7723592293110705685
+    return (x >> 32).to(torch.int32)

@@ -1,0 +1,140 @@
+"""A parameter server: keeps versions of the weights of its layers, updates them, and saves them now and then."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from typing import TYPE_CHECKING
+
+from culm.checkpoint.shard import decode, encode
+from culm.checkpoint.storage import Storage
+from culm.errors import CheckpointError
+from culm.gnn.link import Link, Listener
+from culm.gnn.messages import Fetch, Gradient, Message, Oldest, Pull, Version, Weights
+from culm.gnn.setup import pack, unpack
+from culm.gnn.shelf import Shelf
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from culm.cluster.store import Store
+    from culm.gnn.setup import Generation, Setup
+
+
+def saved_name(version: int, server: int | None) -> str:
+    """Where a version is; the initial one is a single file for all servers."""
+    return f"epoch-{version:06d}/{'initial' if server is None else f'parameter-{server}'}.safetensors"
+
+
+class ParameterSession:
+    """One parameter server in one generation."""
+
+    def __init__(self, store: Store, setup: Setup, number: int, token: str, generation: Generation) -> None:
+        self._store, self._setup, self._number, self._generation = store, setup, number, generation
+        self._listener = Listener(token, self._accepted, setup.host)
+        self.address = self._listener.address
+        self._storage = Storage(setup.checkpoints)
+        layers = [layer for layer in range(setup.model.layers) if setup.home(layer) == number]
+        self._shelf = Shelf(layers, setup.servers, setup.adam)
+        self._shelf.fill(self._saved(generation.version), generation.version)
+        self._graph: set[Link] = set()
+        self._pullers: dict[int, set[Link]] = {layer: set() for layer in layers}
+        self._waiting: dict[tuple[int, int], list[Link]] = {}
+        self._snapshots: dict[int, dict[str, Tensor]] = {}
+        self._to_save: asyncio.Queue[int] = asyncio.Queue()
+
+    def _saved(self, version: int) -> dict[str, Tensor]:
+        name = saved_name(version, self._number)
+        return decode(self._storage.read(name if version else saved_name(0, None)))
+
+    async def run(self, members: dict[str, str]) -> None:
+        """Answer calls, and save what is to be saved, until cancelled."""
+        del members  # everyone calls us
+        while True:
+            await self._save(await self._to_save.get())
+
+    async def close(self) -> None:
+        self._listener.close()
+        for link in [*self._graph, *(link for links in self._pullers.values() for link in links)]:
+            link.close()
+
+    def _accepted(self, name: str, sock: socket.socket) -> None:
+        role, _, number = name.partition(" ")
+        if number.rpartition(" ")[2] != str(self._generation.number):
+            sock.close()
+            return
+        link = Link(sock, name, self._heard, self._lost)
+        if role == "graph":
+            self._graph.add(link)
+            for layer in self._shelf.layers:
+                self._announce(link, layer)
+
+    def _lost(self, link: Link) -> None:
+        self._graph.discard(link)
+        for links in self._pullers.values():
+            links.discard(link)
+
+    def _heard(self, link: Link, message: Message, tensors: list[Tensor]) -> None:
+        match message:
+            case Gradient():
+                self._add(message, tensors)
+            case Oldest(server, layer, version):
+                self._shelf.oldest(layer, server, version)
+            case Pull(layer, version):
+                self._pullers[layer].add(link)
+                self._send(link, layer, version)
+            case Fetch(version):
+                for layer in self._shelf.layers:
+                    self._send(link, layer, self._shelf.newest(layer) if version < 0 else version)
+            case _:
+                link.close()
+
+    def _add(self, message: Gradient, tensors: list[Tensor]) -> None:
+        gradient = dict(zip(message.names, tensors, strict=True))
+        for version in self._shelf.add(message.epoch, message.layer, message.server, gradient):
+            self._new(message.layer, version)
+
+    def _new(self, layer: int, version: int) -> None:
+        """Tell everyone; workers that have asked for this layer before get it at once."""
+        for link in list(self._graph):
+            self._announce(link, layer)
+        waiting = self._waiting.pop((layer, version), [])
+        for link in {*self._pullers[layer], *waiting}:
+            self._send(link, layer, version)
+        if version % self._setup.checkpoint_every == 0:
+            self._snapshots.setdefault(version, {}).update(self._shelf.snapshot(layer))
+            if all(self._shelf.newest(own) >= version for own in self._shelf.layers):
+                self._to_save.put_nowait(version)
+
+    def _announce(self, link: Link, layer: int) -> None:
+        version = self._shelf.newest(layer)
+        weights = self._shelf.version(layer, version)
+        assert weights is not None
+        link.send(Version(layer, version), [weights["bias"]])
+
+    def _send(self, link: Link, layer: int, version: int) -> None:
+        weights = self._shelf.version(layer, version)
+        if weights is not None:
+            link.send(Weights(layer, version, tuple(weights)), list(weights.values()))
+        elif version > self._shelf.newest(layer):
+            self._waiting.setdefault((layer, version), []).append(link)
+
+    async def _save(self, version: int) -> None:
+        """Write a version, make it known, and forget those that nobody can want any more."""
+        data = encode(self._snapshots.pop(version))
+        await asyncio.to_thread(self._storage.write, saved_name(version, self._number), data)
+        own = f"parameter-{self._number}"
+        known = [*(v for v in await self._versions(own) if v < version), version]
+        floor = min(
+            [max(await self._versions(seat), default=0) for seat in self._setup.parameter_seats if seat != own]
+            + [version]
+        )
+        await self._store.put(f"saved/{own}", pack([v for v in known if v >= floor]))
+        for old in (v for v in known if v < floor):
+            with contextlib.suppress(CheckpointError):
+                await asyncio.to_thread(self._storage.delete, saved_name(old, self._number))
+
+    async def _versions(self, seat: str) -> list[int]:
+        stored = await self._store.get(f"saved/{seat}")
+        return unpack(stored, list[int]) if stored else []

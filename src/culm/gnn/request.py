@@ -1,0 +1,89 @@
+"""What was asked for, checked before anything is started."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from culm.errors import UsageError
+from culm.gnn import faults, prepare
+from culm.gnn.board import MODES, Mode
+from culm.gnn.model import initial_weights
+from culm.gnn.price import prices_of
+from culm.observe.folder import vacant
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from culm.gnn.graph import Graph
+    from culm.gnn.model import Model
+    from culm.gnn.shelf import Adam
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One run, in the words of `culm.gnn.train`."""
+
+    graph: Graph
+    model: Model
+    adam: Adam
+    epochs: int
+    seed: int
+    init: Mapping[str, Tensor] | None
+    mode: Mode
+    staleness: int
+    servers: int
+    parameter_servers: int
+    workers: int | str
+    intervals: int | None
+    threads: int | None
+    worker_seconds: float
+    host: str
+    share: bool
+    latency_s: float
+    evaluate_every: int
+    patience: int
+    checkpoint_every: int
+    kills: tuple[str, ...]
+    instance: str
+    out: str | None
+
+    def check(self) -> None:
+        """Raises UsageError for what can not be."""
+        least = {"epochs": 1, "staleness": 0, "servers": 1, "parameter_servers": 1, "patience": 0, "latency_s": 0}
+        least |= {"evaluate_every": 1, "checkpoint_every": 1, "intervals": 1, "threads": 1, "worker_seconds": 5}
+        for name, low in least.items():
+            if getattr(self, name) is not None and getattr(self, name) < low:
+                raise UsageError(f"--{name.replace('_', '-')} is {getattr(self, name)}: give at least {low}")
+        for name, given in (("lr", self.adam.lr), ("weight_decay", self.adam.weight_decay)):
+            if not (math.isfinite(given) and given >= 0):
+                raise UsageError(f"--{name.replace('_', '-')} is {given:g}: give a number of at least 0")
+        if self.staleness and self.mode != "async":
+            raise UsageError(f"--staleness {self.staleness} with --mode {self.mode}: only async reads stale rows")
+        if self.servers > self.graph.vertices:
+            raise UsageError(
+                f"--servers {self.servers} for {self.graph.vertices} vertices: a server needs at least one, use fewer"
+            )
+        if self.workers != "auto" and (not isinstance(self.workers, int) or self.workers < 1):
+            raise UsageError(f"--workers {self.workers!r}: give a number of at least 1, or auto")
+        for kill in self.kills:
+            faults.parse(kill, self.servers, self.parameter_servers, self.epochs)
+        initial_weights(self.model, self.seed, self.init)
+        if self.out is not None:
+            vacant(self.out)
+        prices_of().machine(self.instance)
+        prepare.check_memory(self.graph, self.model)
+
+    @property
+    def first_workers(self) -> int:
+        return self.workers if isinstance(self.workers, int) else prepare.cores()
+
+
+def mode_of(given: str) -> Mode:
+    """The mode of that name. Raises UsageError if there is none."""
+    for mode in MODES:
+        if mode == given:
+            return mode
+    raise UsageError(f"--mode {given!r}: there are {', '.join(MODES)}")

@@ -1,0 +1,221 @@
+"""One run, as the process that started it sees it: prepare, start, lead, and tell how it went."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from culm.checkpoint.storage import Storage
+from culm.cluster.store import MemoryStore, StoreServer
+from culm.gnn import faults, prepare
+from culm.gnn.desk import Desk
+from culm.gnn.launch.base import Launcher, Ticket
+from culm.gnn.launch.local import LocalLauncher
+from culm.gnn.lead import Leader
+from culm.gnn.ledger import Epoch, Evaluation
+from culm.gnn.model import initial_weights
+from culm.gnn.page import page
+from culm.gnn.setup import Setup
+from culm.gnn.summary import summarise
+from culm.gnn.tune import Tuner
+from culm.observe.folder import RunFolder, claim
+from culm.transport.sockets import SocketTransport
+
+if TYPE_CHECKING:
+    from culm.gnn.lead import Findings
+    from culm.gnn.request import Request
+
+SERVERS = "culm.gnn.host:serve"
+_FOREVER_S = 30 * 24 * 3600.0
+_TUNE_S = 0.25
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run leaves."""
+
+    setup: Setup
+    findings: Findings
+    summary: dict[str, Any]
+
+
+@dataclass
+class Watcher:
+    """What is told of a run while it goes: override what is of interest."""
+
+    told: Callable[[str], None] = field(default=lambda _: None)
+    prepared: Callable[[Setup, Any], None] = field(default=lambda *_: None)
+    epoch: Callable[[Epoch, float], None] = field(default=lambda *_: None)
+    evaluated: Callable[[Evaluation], None] = field(default=lambda _: None)
+
+
+async def run(wanted: Request, workers: Launcher, watcher: Watcher) -> Outcome:
+    """To the end. Raises RunError when it fails; nothing is left running either way."""
+    servers = LocalLauncher(entry=SERVERS)
+    servers.warm()  # they import while the graph is cut
+    if isinstance(workers, LocalLauncher):
+        workers.warm()
+    if wanted.out is not None:
+        claim(wanted.out)
+    folder = RunFolder(wanted.out)
+    with tempfile.TemporaryDirectory(prefix="culm-gnn-") as scratch:
+        try:
+            folder.open()
+            return await _Run(wanted, watcher, folder, Path(scratch), workers, servers).go()
+        finally:
+            await asyncio.gather(workers.close(), servers.close())
+            folder.close()
+
+
+class _Run:
+    """One run: everything that lives in the process that started it."""
+
+    def __init__(
+        self, wanted: Request, watcher: Watcher, folder: RunFolder, scratch: Path, workers: Launcher, servers: Launcher
+    ) -> None:
+        self._wanted, self._watcher, self._folder = wanted, watcher, folder
+        self._workers, self._servers = workers, servers
+        self._scratch = scratch
+        self._run, self._token = secrets.token_hex(6), secrets.token_hex(24)
+        self._began = time.monotonic()
+        self._started = self._began
+        self._written = -1
+        self._events: list[dict[str, Any]] = []
+        self._steps: list[dict[str, Any]] = []
+
+    async def go(self) -> Outcome:
+        setup, intervals = await asyncio.to_thread(self._prepare)
+        self._watcher.prepared(setup, self._wanted.graph)
+        transport = SocketTransport(secret=self._token.encode())
+        store = MemoryStore()
+        serving = asyncio.create_task(StoreServer(store, transport).serve())
+        host, _, port = transport.address.rpartition(":")
+        ticket = Ticket(self._run, self._token, host, int(port), _FOREVER_S)
+        first = self._wanted.first_workers
+        desk = Desk(self._run, self._token, self._workers, first, seconds=self._wanted.worker_seconds, told=self._event)
+        leader = Leader(
+            setup, store.client("leader"), desk, self._servers, ticket,
+            patience=self._wanted.patience, latency_s=self._wanted.latency_s,
+            told=self._event, epoch=self._epoch, evaluated=self._evaluated,
+        )  # fmt: skip
+        try:
+            findings = await self._lead(leader, desk, intervals)
+            await desk.close()
+        finally:
+            serving.cancel()
+            await transport.close()
+        return self._outcome(setup, findings, desk, intervals)
+
+    async def _lead(self, leader: Leader, desk: Desk, intervals: int) -> Findings:
+        """The leader, and beside it whoever must go on while it does; the first to fail ends all."""
+        beside = [asyncio.create_task(desk.supply())]
+        if self._wanted.workers == "auto":
+            beside.append(asyncio.create_task(self._tune(leader, desk, intervals)))
+        if self._wanted.kills:
+            beside.append(asyncio.create_task(self._kill(leader, desk)))
+        leading = asyncio.create_task(leader.run())
+        try:
+            done, _ = await asyncio.wait([leading, *beside], return_when=asyncio.FIRST_COMPLETED)
+            while leading not in done:
+                for task in done:
+                    task.result()  # raises what went wrong
+                beside = [task for task in beside if task not in done]
+                done, _ = await asyncio.wait([leading, *beside], return_when=asyncio.FIRST_COMPLETED)
+            return leading.result()
+        finally:
+            for task in [leading, *beside]:
+                task.cancel()
+            await asyncio.gather(leading, *beside, return_exceptions=True)
+
+    async def _tune(self, leader: Leader, desk: Desk, intervals: int) -> None:
+        wanted = self._wanted
+        tuner = Tuner(low=1, high=max(prepare.cores(), 1) * 4, workers=desk.target)
+        tuner.high = min(tuner.high, wanted.servers * intervals)
+        while True:
+            await asyncio.sleep(_TUNE_S)
+            ledger = leader.found.ledger
+            why = tuner.look(ledger.now_of("queue"), ledger.now_of("running")) if ledger.losses else None
+            if why is not None:
+                desk.target = tuner.workers
+                self._event(kind="autotune", workers=tuner.workers, why=why)
+
+    async def _kill(self, leader: Leader, desk: Desk) -> None:
+        wanted = self._wanted
+        kills = [
+            k
+            for text in wanted.kills
+            for k in faults.parse(text, wanted.servers, wanted.parameter_servers, wanted.epochs, wanted.seed)
+        ]
+        await faults.inject(kills, leader, desk, self._event, wanted.seed)
+
+    def _prepare(self) -> tuple[Setup, int]:
+        wanted = self._wanted
+        self._watcher.told("cutting the graph")
+        parts = self._scratch / "parts"
+        parts.mkdir()
+        checkpoints = self._folder.checkpoints or str(self._scratch / "checkpoints")
+        count = wanted.intervals or prepare.default_intervals(
+            wanted.graph.vertices, wanted.servers, wanted.first_workers, wanted.mode
+        )
+        intervals = prepare.write_parts(wanted.graph, wanted.model, wanted.servers, count, parts)
+        prepare.write_initial(initial_weights(wanted.model, wanted.seed, wanted.init), checkpoints)
+        setup = Setup(
+            run=self._run,
+            model=wanted.model,
+            seed=wanted.seed,
+            adam=wanted.adam,
+            mode=wanted.mode,
+            staleness=wanted.staleness,
+            epochs=wanted.epochs,
+            evaluate_every=wanted.evaluate_every,
+            checkpoint_every=wanted.checkpoint_every,
+            servers=wanted.servers,
+            parameter_servers=min(wanted.parameter_servers, wanted.model.layers),
+            total=wanted.graph.train_vertices,
+            parts=str(parts),
+            checkpoints=checkpoints,
+            threads=wanted.threads or max(1, prepare.cores() // wanted.servers),
+            host=wanted.host,
+            share=wanted.share,
+        )
+        self._watcher.told("starting servers and workers")
+        return setup, intervals
+
+    def _event(self, **fields: Any) -> None:
+        event = {"t": round(time.monotonic() - self._began, 4), **fields}
+        self._events.append(event)
+        self._folder.event(**event)
+
+    def _epoch(self, done: Epoch) -> None:
+        """Complete for the first time, or again after a loss: a line stands there once."""
+        now = time.monotonic()
+        if self._written < 0:
+            self._started = now
+        if done.epoch > self._written:
+            self._written = done.epoch
+            at = round(now - self._began, 4)
+            line = {"step": done.epoch, "loss": done.loss, "samples": self._wanted.graph.train_vertices, "t": at}
+            self._steps.append(line)
+            self._folder.step(**line)
+            self._watcher.epoch(done, now - self._began)
+
+    def _evaluated(self, evaluation: Evaluation) -> None:
+        self._event(kind="evaluation", **evaluation._asdict())
+        self._watcher.evaluated(evaluation)
+
+    def _outcome(self, setup: Setup, findings: Findings, desk: Desk, intervals: int) -> Outcome:
+        wanted = self._wanted
+        summary = summarise(
+            setup, findings, desk, wanted.graph, intervals,
+            launcher=self._workers.name, instance=wanted.instance, wall_s=time.monotonic() - self._began,
+        )  # fmt: skip
+        self._folder.write("summary.json", summary)
+        if wanted.out is not None:
+            Storage(wanted.out).write("report.html", page(summary, self._events, self._steps).encode())
+        return Outcome(setup, findings, summary)

@@ -1,0 +1,315 @@
+"""A graph server in one generation: the shell around board and shard. Links in, links out, one thing at a time.
+
+The loop runs the oldest step of its own, or waits. In between it hears: rows of other servers, results of workers,
+versions of weights, permits. Tasks go to workers as soon as the board has them and somebody has room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from culm.gnn import messages as say
+from culm.gnn.board import Board, Task, passes
+from culm.gnn.compute import Kernel, Outcome
+from culm.gnn.files import read_part
+from culm.gnn.link import Link, Listener, dial
+from culm.gnn.notes import Notes
+from culm.gnn.program import Step, gradients_of, walk
+from culm.gnn.seats import Seat, Seats
+from culm.gnn.setup import Generation, Permit, Setup, pack, unpack
+from culm.gnn.shard import Shard
+from culm.gnn.tally import Tally
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from culm.cluster.store import Store
+    from culm.gnn.link import Heard
+
+_TICK_S = 0.1
+
+
+@lru_cache(maxsize=1)
+def _shard(setup: Setup, number: int) -> Shard:
+    """Read once a process: a new generation needs no new tables."""
+    part, source, labels, roles = read_part(Path(setup.parts), number)
+    return Shard(part, setup.model, source, labels, roles)
+
+
+class GraphSession:
+    """One graph server in one generation."""
+
+    def __init__(self, store: Store, setup: Setup, number: int, token: str, generation: Generation) -> None:
+        self._store, self._setup, self._number, self._token = store, setup, number, token
+        self._generation = generation
+        self._listener = Listener(token, self._accepted, setup.host)
+        self.address = self._listener.address
+        self._shard = _shard(setup, number)
+        self._board = Board(
+            setup.model,
+            server=number,
+            feeds=self._shard.feeds(),
+            plan=passes(setup.epochs, setup.evaluate_every),
+            mode=setup.mode,
+            staleness=setup.staleness,
+            start=generation.start,
+        )
+        self._board.permit(generation.start)
+        self._kernel = Kernel(setup.model, setup.seed, setup.total)
+        self._seats = Seats(setup.in_flight)
+        self._peers: dict[int, Link] = {}
+        self._parameter: list[Link] = []
+        self._biases: dict[tuple[int, int], Tensor] = {}
+        steps = [str(s) for s in walk(setup.model, train=True) if gradients_of(setup.model, s)]
+        self._tally: dict[int, Tally[tuple[int, str]]] = {
+            layer: Tally([(i, s) for i in range(self._shard.intervals) for s in steps if layer in self._layers(s)])
+            for layer in range(setup.model.layers)
+        }
+        self._notes = Notes(number, generation.number, self._shard.intervals)
+        self._told = generation.start
+        self._wake, self._broken = asyncio.Event(), asyncio.Event()
+
+    def _layers(self, name: str) -> tuple[int, ...]:
+        step = next(s for s in walk(self._setup.model, train=True) if str(s) == name)
+        return gradients_of(self._setup.model, step)
+
+    # The generation.
+
+    async def run(self, members: dict[str, str]) -> None:
+        await self._meet(members)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._alarm())
+            group.create_task(self._permits())
+            group.create_task(self._ticks())
+            group.create_task(self._reports())
+            group.create_task(self._work())
+
+    async def close(self) -> None:
+        self._listener.close()
+        for link in [*self._peers.values(), *self._parameter, *(seat.link for seat in self._seats.all())]:
+            link.close()
+
+    async def _meet(self, members: dict[str, str]) -> None:
+        """Call the servers with higher numbers and all parameter servers; those with lower numbers call us."""
+        me = f"graph {self._number} {self._generation.number}"
+        for seat in self._setup.parameter_seats:
+            self._parameter.append(await dial(members[seat], self._token, me, self._heard_parameter, self._broke))
+        for peer in range(self._number + 1, self._setup.servers):
+            self._peers[peer] = await dial(
+                members[f"graph-{peer}"], self._token, me, self._heard_peer(peer), self._broke
+            )
+        while len(self._peers) < self._setup.servers - 1:
+            self._wake.clear()
+            await self._wake.wait()
+
+    def _accepted(self, name: str, sock: socket.socket) -> None:
+        """A server or a worker calls; one of another generation is hung up on."""
+        role, number, generation = (*name.split(" "), "", "")[:3]
+        if generation != str(self._generation.number):
+            sock.close()
+        elif role == "graph":
+            peer = int(number)
+            self._peers[peer] = Link(sock, name, self._heard_peer(peer), self._broke)
+            self._wake.set()
+        else:
+            seat = self._seats.join(name, Link(sock, name, self._heard_worker, self._lost_worker))
+            seat.link.send(say.Welcome(self._number, self._shard.arena.layout if self._setup.share else None))
+
+    def _broke(self, link: Link) -> None:
+        """A server is gone, or the way to it: nothing of this generation can finish any more."""
+        del link
+        self._broken.set()
+
+    async def _alarm(self) -> None:
+        await self._broken.wait()
+        await self._store.put(f"broken/{self._generation.number}", str(self._number).encode())
+
+    async def _permits(self) -> None:
+        async with contextlib.aclosing(self._store.watch("permit")) as changes:
+            async for _, value in changes:
+                permit = unpack(value, Permit) if value is not None else None
+                if permit is not None and permit.generation == self._generation.number:
+                    self._board.stop_after(permit.passes)
+                    self._board.permit(permit.until)
+                    self._wake.set()
+
+    async def _ticks(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            if self._board.overdue(time.monotonic()):
+                self._wake.set()
+
+    # The work.
+
+    async def _work(self) -> None:
+        while True:
+            self._dispatch()
+            task = self._board.next("server")
+            if task is not None:
+                self._run(task)
+                await asyncio.sleep(0)
+                continue
+            self._wake.clear()
+            await self._wake.wait()
+
+    def _run(self, task: Task) -> None:
+        """A step of the server's own."""
+        step = self._board.step(task)
+        if step.kind == "SC":
+            for peer, tensors in self._shard.outgoing(step, task.interval).items():
+                self._peers[peer].send(say.Rows(task.number, step.layer, step.back, task.interval), tensors)
+        elif step.kind == "GA":
+            self._shard.gather(step, task.interval)
+        else:
+            self._apply_here(task, step)
+            return
+        self._finish(task)
+
+    def _apply_here(self, task: Task, step: Step) -> None:
+        """A last step without a multiplication: a bias and a softmax."""
+        versions = self._board.versions(task)
+        weights = {layer: {"bias": self._biases[layer, version]} for layer, version in versions.items()}
+        inputs = self._shard.rows(self._shard.inputs(step, task.interval, kept=False))
+        outcome = self._kernel.run(step, self._board.plan[task.number], inputs, weights)
+        self._count(task, step, outcome)
+
+    def _dispatch(self) -> None:
+        """Give out what workers can do, oldest first, while somebody has room."""
+        for task in list(self._board.ready("worker")):
+            busy = tuple(self._board.running().get(task, ()))
+            seat = self._seats.choose(task, busy)
+            if seat is not None:
+                self._give(task, seat)
+
+    def _give(self, task: Task, seat: Seat) -> None:
+        step, now = self._board.step(task), self._board.plan[task.number]
+        kept = step.back and seat.kept.get((task.interval, step.layer)) == task.number
+        if not self._board.running().get(task):
+            self._shard.prepare(step, task.interval)
+        pieces = self._shard.inputs(step, task.interval, kept=kept)
+        message = say.Work(
+            task=(task.number, task.at, task.interval),
+            now=(now.number, now.epoch, now.train),
+            step=step[:3],
+            versions=self._board.versions(task),
+            pieces=tuple((p.table, p.start, p.stop) for p in pieces),
+            kept=kept,
+        )
+        now_s = time.monotonic()
+        seat.tasks[task] = now_s
+        self._board.begin(task, seat.name, now_s)
+        seat.link.send(message, [] if seat.mapped else self._shard.rows(pieces))
+
+    def _count(self, task: Task, step: Step, outcome: Outcome) -> None:
+        """A dense task is done for the first time: its rows and gradients count."""
+        now = self._board.plan[task.number]
+        self._shard.take(step, task.interval, outcome.rows)
+        if step.layer == self._setup.model.layers and step.kind == "AV" and not step.back:
+            self._notes.loss(now, task.interval, outcome)
+        for layer, gradient in outcome.gradients.items():
+            total = self._tally[layer].add(now.epoch, (task.interval, str(step)), gradient)
+            if total is not None:
+                self._contribute(now.epoch, layer, total)
+        self._finish(task)
+
+    def _contribute(self, epoch: int, layer: int, total: dict[str, Tensor]) -> None:
+        message = say.Gradient(epoch, layer, self._number, self._shard.intervals, tuple(total))
+        self._parameter[self._setup.home(layer)].send(message, list(total.values()))
+
+    def _finish(self, task: Task) -> None:
+        self._board.done(task, time.monotonic())
+        slowest = self._board.own_slowest
+        if slowest > self._told:
+            self._told = slowest
+            self._notes.passed(slowest - 1, time.monotonic())
+            for peer in self._peers.values():
+                peer.send(say.Slow(slowest))
+            self._forget_versions()
+
+    def _forget_versions(self) -> None:
+        for layer in range(self._setup.model.layers):
+            oldest = self._board.oldest_version(layer)
+            self._parameter[self._setup.home(layer)].send(say.Oldest(self._number, layer, oldest))
+            for known in [k for k in self._biases if k[0] == layer and k[1] < oldest]:
+                del self._biases[known]
+
+    # What is heard.
+
+    def _heard_peer(self, peer: int) -> Heard:
+        def heard(link: Link, message: say.Message, tensors: list[Tensor]) -> None:
+            match message:
+                case say.Rows(number, layer, back, interval):
+                    self._shard.incoming(peer, layer, back, interval, tensors)
+                    self._board.arrived((peer, interval), layer, back, number)
+                case say.Slow(number):
+                    self._board.progressed(peer, number)
+                case _:
+                    link.close()
+            self._wake.set()
+
+        return heard
+
+    def _heard_parameter(self, link: Link, message: say.Message, tensors: list[Tensor]) -> None:
+        del link
+        if isinstance(message, say.Version):
+            self._biases[message.layer, message.version] = tensors[0]
+            self._board.version(message.layer, message.version)
+            self._wake.set()
+
+    def _heard_worker(self, link: Link, message: say.Message, tensors: list[Tensor]) -> None:
+        seat = self._seats.get(link.name)
+        if seat is None:
+            return
+        match message:
+            case say.Ready(mapped):
+                seat.ready, seat.mapped = True, mapped
+            case say.Leaving():
+                seat.ready = False
+            case say.Refuse(task):
+                self._refused(seat, Task(*task))
+            case say.Done():
+                self._returned(seat, message, tensors)
+            case _:
+                link.close()
+        self._wake.set()
+
+    def _refused(self, seat: Seat, task: Task) -> None:
+        seat.tasks.pop(task, None)
+        seat.kept.clear()
+        self._board.refused(task, seat.name)
+
+    def _returned(self, seat: Seat, message: say.Done, tensors: list[Tensor]) -> None:
+        task = Task(*message.task)
+        self._seats.returned(seat, task, time.monotonic(), waited=message.waited, seconds=message.seconds)
+        self._notes.worked(message.seconds)
+        if not self._board.current(task):
+            self._notes.refused += 1
+            return
+        step = self._board.step(task)
+        if message.kept:
+            seat.kept[task.interval, step.layer] = task.number
+        gradients: dict[int, dict[str, Tensor]] = {}
+        for (layer, name), tensor in zip(message.named, tensors[int(message.rows) :], strict=True):
+            gradients.setdefault(layer, {})[name] = tensor
+        rows = tensors[0] if message.rows else None
+        self._count(task, step, Outcome(rows, gradients, message.loss, message.counts))
+
+    def _lost_worker(self, link: Link) -> None:
+        self._seats.leave(link.name)
+        self._board.lost(link.name)
+        self._wake.set()
+
+    # What is told.
+
+    async def _reports(self) -> None:
+        while True:
+            await self._notes.something()
+            await self._store.put(
+                f"report/graph-{self._number}", pack(self._notes.report(self._board, len(self._seats)))
+            )

@@ -1,0 +1,250 @@
+"""An elastic worker: stateless, dials back with the run's token, computes dense tasks, and may vanish at any moment.
+
+It calls the desk, learns whom to call, and is given tasks by graph servers. Rows come with a task or are mapped where
+the server is on the same machine; weights are pulled from the parameter servers, version by version. While one task is
+computed in a thread, the rows of the next arrive. What a forward leaves is kept for the backward of the same interval,
+in case it comes here; if not, whoever gets it makes it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import heapq
+import os
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from culm.errors import RunError
+from culm.gnn import messages as say
+from culm.gnn.arena import mapped
+from culm.gnn.board import Pass
+from culm.gnn.compute import Kernel, Outcome
+from culm.gnn.link import Link, dial
+from culm.gnn.program import Step
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from culm.gnn.dense import Kept
+    from culm.gnn.launch.base import Ticket
+
+BEAT_S = 1.0
+_LEAVE_S = 1.0
+"""Before its time is over a worker takes no more tasks."""
+_VERSIONS = 4
+"""Of a layer's weights that are kept: the newest, and those of intervals that started earlier."""
+
+
+def serve(ticket: Ticket) -> None:
+    """Work until told to stop, until nobody is there any more, or until the ticket's seconds are over."""
+    torch.set_num_threads(1)
+    with contextlib.suppress(RunError):  # the run has ended, or never let us in: there is nobody to tell
+        asyncio.run(_Worker(ticket).run())
+
+
+@dataclass(order=True)
+class _Job:
+    """A task with all it needs but weights; the oldest pass goes first."""
+
+    age: tuple[int, int, int]
+    server: Link = field(compare=False)
+    work: say.Work = field(compare=False)
+    inputs: list[Tensor] = field(compare=False)
+    arrived: float = field(compare=False)
+
+
+class _Worker:
+    def __init__(self, ticket: Ticket) -> None:
+        self._ticket = ticket
+        self._name = f"{socket.gethostname()[:40]}.{os.getpid()}.{os.urandom(3).hex()}"
+        self._ends = time.monotonic() + ticket.seconds
+        self._over = asyncio.Event()
+        self._wake = asyncio.Event()
+        self._generation: _Generation | None = None
+        self._changing = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        address = f"{self._ticket.host}:{self._ticket.port}"
+        me = f"worker {self._name} {self._ticket.run}"
+        desk = await dial(address, self._ticket.token, me, self._heard_desk, lambda _: self._over.set())
+        while not self._over.is_set() and time.monotonic() < self._ends - _LEAVE_S:
+            desk.send(say.Hello(os.getpid(), socket.gethostname()))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(
+                    self._over.wait(), min(BEAT_S, max(0.0, self._ends - _LEAVE_S - time.monotonic()))
+                )
+        if self._generation is not None:
+            await self._generation.leave()
+        desk.close()
+
+    def _heard_desk(self, link: Link, message: say.Message, tensors: list[Tensor]) -> None:
+        del link, tensors
+        if isinstance(message, say.Roster):
+            task = asyncio.get_running_loop().create_task(self._change(message))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        elif isinstance(message, say.Stop):
+            self._over.set()
+
+    async def _change(self, roster: say.Roster) -> None:
+        """Another generation: leave everyone of the old one and call the new."""
+        async with self._changing:
+            if self._generation is not None:
+                self._generation.close()
+            self._generation = _Generation(roster, self._ticket.token, self._name)
+            with contextlib.suppress(RunError):  # somebody is gone already: the next roster follows
+                await self._generation.begin()
+
+
+class _Generation:
+    """Everything a worker has in one generation."""
+
+    def __init__(self, roster: say.Roster, token: str, name: str) -> None:
+        self._roster, self._token, self._name = roster, token, name
+        self._kernel = Kernel(roster.model, roster.seed, roster.total)
+        self._servers: list[Link] = []
+        self._parameter: list[Link] = []
+        self._tables: dict[Link, dict[str, Tensor]] = {}
+        self._weights: dict[int, dict[int, dict[str, Tensor]]] = {}
+        self._asked: set[tuple[int, int]] = set()
+        self._kept: dict[tuple[Link, int, int], tuple[int, Kept]] = {}
+        self._jobs: list[_Job] = []
+        self._wake = asyncio.Event()
+        self._thread = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))  # it holds by thread
+        self._working: asyncio.Task[None] | None = None
+        self._idle = asyncio.Event()
+
+    async def begin(self) -> None:
+        """Call everyone. Raises RunError if somebody is gone."""
+        me = f"worker {self._name} {self._roster.generation}"
+        for address in self._roster.parameter:
+            self._parameter.append(await dial(address, self._token, me, self._heard_weights, self._lost))
+        self._working = asyncio.get_running_loop().create_task(self._work())
+        for address in self._roster.graph:
+            self._servers.append(await dial(address, self._token, me, self._heard_server, self._lost))
+
+    def close(self) -> None:
+        for link in [*self._servers, *self._parameter]:
+            link.close()
+        if self._working is not None:
+            self._working.cancel()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def leave(self) -> None:
+        """Take no more, finish what there is, and go."""
+        for link in self._servers:
+            link.send(say.Leaving())
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), 0.5)
+        await asyncio.gather(*(link.drained() for link in self._servers))
+        self.close()
+
+    def _lost(self, link: Link) -> None:
+        """A server is gone. The desk will say how it goes on; its tasks are nobody's any more."""
+        self._jobs = [job for job in self._jobs if job.server is not link]
+        heapq.heapify(self._jobs)
+
+    def _heard_weights(self, link: Link, message: say.Message, tensors: list[Tensor]) -> None:
+        if not isinstance(message, say.Weights):
+            link.close()
+            return
+        versions = self._weights.setdefault(message.layer, {})
+        versions[message.version] = dict(zip(message.names, tensors, strict=True))
+        for old in sorted(versions)[:-_VERSIONS]:
+            del versions[old]
+            self._asked.discard((message.layer, old))
+        self._wake.set()
+
+    def _heard_server(self, link: Link, message: say.Message, tensors: list[Tensor]) -> None:
+        match message:
+            case say.Welcome(_, layout):
+                tables = None if layout is None else mapped(layout)
+                if tables is not None:
+                    self._tables[link] = tables
+                link.send(say.Ready(tables is not None))
+            case say.Work() if self._roster.latency_s > 0:
+                asyncio.get_running_loop().call_later(self._roster.latency_s, self._take, link, message, tensors)
+            case say.Work():
+                self._take(link, message, tensors)
+            case _:
+                link.close()
+
+    def _take(self, link: Link, work: say.Work, tensors: list[Tensor]) -> None:
+        tables = self._tables.get(link)
+        inputs = tensors if tables is None else [tables[t][a:b] for t, a, b in work.pieces]
+        heapq.heappush(self._jobs, _Job(work.task, link, work, inputs, time.perf_counter()))
+        for layer, version in work.versions.items():
+            self._pull(layer, version)
+        self._wake.set()
+
+    def _pull(self, layer: int, version: int) -> None:
+        """Ask for a version that is not there. The server sends newer ones unasked from then on."""
+        if version not in self._weights.get(layer, {}) and (layer, version) not in self._asked:
+            self._asked.add((layer, version))
+            self._parameter[layer % len(self._parameter)].send(say.Pull(layer, version))
+
+    async def _work(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            job = self._next()
+            if job is None:
+                if not self._jobs:
+                    self._idle.set()
+                self._wake.clear()
+                await self._wake.wait()
+                continue
+            self._idle.clear()
+            kept = self._take_kept(job)
+            if job.work.kept and kept is None:
+                job.server.send(say.Refuse(job.work.task))
+                continue
+            weights = {layer: self._weights[layer][v] for layer, v in job.work.versions.items()}
+            begun = time.perf_counter()
+            outcome = await loop.run_in_executor(self._thread, self._compute, job, weights, kept)
+            self._answer(job, outcome, begun)
+
+    def _next(self) -> _Job | None:
+        """The oldest task whose weights are there."""
+        for job in sorted(self._jobs):
+            if all(v in self._weights.get(layer, {}) for layer, v in job.work.versions.items()):
+                self._jobs.remove(job)
+                heapq.heapify(self._jobs)
+                return job
+        return None
+
+    def _take_kept(self, job: _Job) -> Kept | None:
+        if not job.work.kept:
+            return None
+        number, kept = self._kept.pop((job.server, job.work.task[2], job.work.step[1]), (-1, None))
+        return kept if number == job.work.task[0] else None
+
+    def _compute(self, job: _Job, weights: dict[int, dict[str, Tensor]], kept: Kept | None) -> Outcome:
+        kind, layer, back = job.work.step
+        with torch.inference_mode():
+            return self._kernel.run(Step(kind, layer, back, "worker"), Pass(*job.work.now), job.inputs, weights, kept)
+
+    def _answer(self, job: _Job, outcome: Outcome, begun: float) -> None:
+        number, _, interval = job.work.task
+        keeps = outcome.kept is not None and job.work.now[2]
+        if keeps and outcome.kept is not None:
+            self._kept[job.server, interval, job.work.step[1]] = (number, outcome.kept)
+        named = [((layer, name), t) for layer, own in outcome.gradients.items() for name, t in own.items()]
+        message = say.Done(
+            task=job.work.task,
+            rows=outcome.rows is not None,
+            named=tuple(key for key, _ in named),
+            loss=outcome.loss,
+            counts=tuple(outcome.counts),
+            seconds=time.perf_counter() - begun,
+            waited=begun - job.arrived,
+            kept=keeps,
+        )
+        rows = [] if outcome.rows is None else [outcome.rows]
+        job.server.send(message, [*rows, *(tensor for _, tensor in named)])

@@ -1,0 +1,101 @@
+"""`culm gnn run`: one JSON object, a run folder, and one sentence for what is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from culm.cli import main
+from culm.gnn.page import page
+
+SMALL = "gen:sbm,vertices=60,classes=3,features=6"
+PROMISED = ("steps", "samples", "samples_expected", "samples_lost", "samples_duplicated", "wall_s", "goodput",
+            "final_loss", "weights_sha256", "preemptions", "recoveries", "cost_usd", "epochs",
+            "test_accuracy", "val_accuracy",
+            "time_per_epoch_s", "relaunches", "value")  # fmt: skip
+
+
+def culm(*words: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["gnn", "run", *words])
+    return int(ended.value.code or 0)
+
+
+@pytest.mark.real
+def test_json_is_alone_on_stdout_and_the_folder_holds_what_is_promised(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    words = ["--epochs", "6", "--evaluate-every", "3", "--mode", "async", "--staleness", "1", "--workers", "2"]
+    assert culm("--graph", SMALL, *words, "--out", str(out), "--json") == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert [name for name in PROMISED if name not in summary] == []
+    assert summary == json.loads((out / "summary.json").read_text())
+    steps = [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == list(range(6))
+    assert set(steps[0]) == {"step", "loss", "samples", "t"}
+    assert {"worker-up", "server-up", "evaluation"} <= {
+        json.loads(line)["kind"] for line in (out / "events.jsonl").read_text().splitlines()
+    }
+    assert "<svg" in (out / "report.html").read_text()
+
+
+@pytest.mark.real
+def test_the_table_says_accuracy_cost_and_that_everything_counted_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert culm("--graph", SMALL, "--epochs", "4", "--servers", "2", "--workers", "1") == 0
+    shown = capsys.readouterr().out
+    for words in ("accuracy", "each counted once", "cost", "prices of", "value", "2 graph, 1 parameter"):
+        assert words in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--graph", "nowhere.npz"], "--graph 'nowhere.npz' is no file"),
+        (["--graph", "gen:rmat,scale=35"], "GiB are free"),
+        (["--graph", SMALL, "--model", "sage"], "--model 'sage': there are gcn and gat"),
+        (["--graph", SMALL, "--mode", "lazy"], "--mode 'lazy': there are sync, pipe, async"),
+        (["--graph", SMALL, "--workers", "many"], "--workers 'many'"),
+        (["--graph", SMALL, "--workers", "0"], "--workers 0: give a number of at least 1"),
+        (["--graph", SMALL, "--servers", "61"], "--servers 61 for 60 vertices"),
+        (["--graph", SMALL, "--servers", "0"], "--servers is 0: give at least 1"),
+        (["--graph", SMALL, "--heads", "3", "--model", "gat"], "--hidden 64 is no multiple of --heads 3"),
+        (["--graph", SMALL, "--launcher", "post"], "no launcher 'post'"),
+        (["--graph", SMALL, "--instance", "z9.tiny"], "'z9.tiny'"),
+        (["--graph", SMALL, "--kill", "cat"], "--kill 'cat'"),
+        (["--graph", SMALL, "--intervals", "0"], "--intervals is 0: give at least 1"),
+        (["--graph", SMALL, "--lr", "-1"], "--lr is -1"),
+        ([], "--graph"),
+    ],
+)
+def test_a_wrong_request_is_one_sentence_and_exit_code_2(
+    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert culm(*words) == 2
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert "Traceback" not in said
+    assert said.count("\n") == 1
+
+
+def test_a_folder_that_is_not_empty_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "something").write_text("here")
+    assert culm("--graph", SMALL, "--out", str(tmp_path)) == 2
+    assert "is not empty" in capsys.readouterr().err
+
+
+def test_an_npz_with_an_edge_in_one_direction_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "one-way.npz"
+    np.savez(path, indptr=[0, 1, 1], indices=[1], labels=[0, 1], features=np.ones((2, 2)))
+    assert culm("--graph", str(path)) == 2
+    assert "1 of 1 edges have no reverse, the first from 1 to 0" in capsys.readouterr().err
+
+
+def test_a_page_escapes_what_it_shows_and_needs_no_points() -> None:
+    made = page({"graph": "<b>"}, [{"t": 1.0, "kind": "kill", "node": "<i>"}], [])
+    assert "<b>" not in made
+    assert "<i>" not in made
+    assert "<svg" not in made

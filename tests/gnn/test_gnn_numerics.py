@@ -1,0 +1,93 @@
+"""Servers, intervals and modes do not change what is learned; PyG is the judge."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.gnn import peer
+from tests.gnn.house import House, small_graph, small_model
+
+from culm.gnn.board import Mode
+from culm.gnn.graph import Graph
+from culm.gnn.model import Model, initial_weights, kept, state_dict
+from culm.gnn.program import orders, walk
+
+EPOCHS = 20
+
+
+def reference(graph: Graph, model: Model) -> list[float]:
+    return peer.losses(graph, model, state_dict(initial_weights(model, 0, None)), EPOCHS)
+
+
+@pytest.mark.parametrize("servers", [1, 2, 4])
+@pytest.mark.parametrize(("kind", "layers"), [("gcn", 1), ("gcn", 2), ("gcn", 3), ("gat", 1), ("gat", 2)])
+def test_sync_equals_pyg_for_twenty_epochs(kind: str, layers: int, servers: int) -> None:
+    graph = small_graph()
+    model = small_model(graph, kind, layers=layers)
+    found = House(graph, model, servers=servers, intervals=2, epochs=EPOCHS).run().losses
+    assert [found[e] for e in range(EPOCHS)] == pytest.approx(reference(graph, model), abs=1e-5)
+
+
+def test_a_layer_that_widens_is_gathered_first_and_still_equals_pyg() -> None:
+    graph = small_graph()
+    model = Model(kind="gcn", widths=(graph.width, 3, 9, graph.classes), dropout=0.0, input_dropout=0.0)
+    assert orders(model) == ("cached", "gather", "multiply")
+    found = House(graph, model, mode="pipe", epochs=EPOCHS).run().losses
+    assert [found[e] for e in range(EPOCHS)] == pytest.approx(reference(graph, model), abs=1e-5)
+
+
+def test_a_last_layer_that_widens_is_fused_with_its_loss_on_a_worker() -> None:
+    graph = small_graph()
+    model = Model(kind="gcn", widths=(graph.width, 2, graph.classes), dropout=0.0, input_dropout=0.0)
+    assert walk(model, train=True)[-4].place == "worker"
+    found = House(graph, model, mode="pipe", epochs=EPOCHS).run().losses
+    assert [found[e] for e in range(EPOCHS)] == pytest.approx(reference(graph, model), abs=1e-5)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from(["sync", "pipe"]), st.integers(1, 4), st.sampled_from(["gcn", "gat"]))
+def test_the_order_in_which_things_happen_changes_no_bit(chance: int, mode: Mode, intervals: int, kind: str) -> None:
+    graph = small_graph()
+    model = small_model(graph, kind, dropout=0.3)
+    calm = House(graph, model, mode="sync", intervals=intervals, chance=0).run()
+    wild = House(graph, model, mode=mode, intervals=intervals, chance=chance, repeat=0.3).run()
+    for layer, weights in calm.weights.items():
+        for name, tensor in weights.items():
+            assert torch.equal(tensor, wild.weights[layer][name])
+
+
+def test_dropout_does_not_depend_on_servers_or_intervals() -> None:
+    graph = small_graph()
+    model = small_model(graph, dropout=0.5)
+    one = House(graph, model, servers=1, intervals=1).run().losses
+    many = House(graph, model, servers=3, intervals=4).run().losses
+    assert many == pytest.approx(one, abs=1e-5)
+
+
+def test_evaluations_in_between_change_no_bit() -> None:
+    graph = small_graph()
+    model = small_model(graph, dropout=0.5)
+    assert House(graph, model, evaluate_every=2).run().losses == House(graph, model).run().losses
+
+
+def test_asynchrony_learns_other_numbers_and_still_learns() -> None:
+    graph = small_graph()
+    model = small_model(graph)
+    exact = House(graph, model, mode="pipe", epochs=60).run().losses
+    for staleness in (0, 1):
+        stale = House(graph, model, mode="async", staleness=staleness, epochs=60, chance=3).run().losses
+        assert stale != exact
+        assert stale[59] < (exact[0] + exact[59]) / 2
+
+
+def test_masks_keep_their_share_and_differ_by_every_part_of_their_key() -> None:
+    vertices = torch.arange(400)
+    mask = kept((400, 300), 0.3, 1, 2, 3, vertices)
+    assert mask.float().mean().item() == pytest.approx(0.7, abs=0.01)
+    assert mask.float().mean(0).std().item() < 0.04  # columns as even as chance makes them
+    assert mask.float().mean(1).std().item() < 0.04
+    for other in (kept((400, 300), 0.3, 9, 2, 3, vertices), kept((400, 300), 0.3, 1, 9, 3, vertices)):
+        assert (mask == other).float().mean().item() == pytest.approx(0.58, abs=0.02)
+    assert torch.equal(mask[100:200], kept((100, 300), 0.3, 1, 2, 3, vertices[100:200]))

@@ -1,0 +1,176 @@
+"""Real processes: what they learn, and what they survive."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.gnn import peer
+from tests.gnn.house import small_graph, small_model
+
+from culm.errors import UsageError
+from culm.gnn import Model, Result, Watcher, train
+from culm.gnn.launch.base import Ticket
+from culm.gnn.ledger import Epoch
+from culm.gnn.model import initial_weights, state_dict
+from culm.gnn.worker import serve
+
+EPOCHS = 20
+GRAPH = small_graph()
+QUIET: dict[str, Any] = {"epochs": EPOCHS, "evaluate_every": 8, "workers": 2, "threads": 1, "checkpoint_every": 4}
+
+
+def run(model: Model, **options: Any) -> Result:
+    return train(GRAPH, model, **{**QUIET, **options})
+
+
+def reference(model: Model) -> list[float]:
+    return peer.losses(GRAPH, model, state_dict(initial_weights(model, 0, None)), EPOCHS)
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+
+
+def nobody_left(folder: Path) -> bool:
+    pids = [e["pid"] for e in events(folder) if "pid" in e]
+    return bool(pids) and not any(map(alive, pids))
+
+
+def alive(pid: int) -> bool:
+    """Whether it runs; one that has ended and was not waited for yet does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(("kind", "servers", "mode"), [("gcn", 1, "sync"), ("gat", 2, "sync"), ("gcn", 4, "pipe")])
+def test_a_run_equals_pyg_and_its_model_loads_there(kind: str, servers: int, mode: str, tmp_path: Path) -> None:
+    model = small_model(GRAPH, kind)
+    result = run(model, servers=servers, mode=mode, out=str(tmp_path / "run"))
+    assert result.losses == pytest.approx(reference(model), abs=1e-5)
+    net = result.to_pyg().eval()
+    with torch.no_grad():
+        right = net(torch.from_numpy(GRAPH.features), peer.edge_index(GRAPH)).argmax(1).numpy() == GRAPH.labels
+    assert float(right[GRAPH.roles == 4].mean()) == pytest.approx(result.test_accuracy)
+    assert nobody_left(tmp_path / "run")
+
+
+@pytest.mark.real
+def test_kills_of_workers_and_servers_change_no_bit_and_count_nothing_twice(tmp_path: Path) -> None:
+    model = small_model(GRAPH, dropout=0.4)
+    calm = run(model, servers=2)
+    kills = ["chaos workers=12 servers=1", "server=1 epoch=9", "parameter=0 epoch=13"]
+    wild = run(model, servers=2, kills=kills, out=str(tmp_path / "run"))
+    assert wild.losses == calm.losses
+    assert wild.summary["weights_sha256"] == calm.summary["weights_sha256"]
+    victims = [e["node"] for e in events(tmp_path / "run") if e["kind"] == "kill"]
+    assert sum(v == "worker" for v in victims) == 12
+    assert len(victims) == 15
+    assert wild.summary["generations"] > 1
+    assert wild.summary["samples_lost"] == wild.summary["samples_duplicated"] == 0
+    lines = [json.loads(line) for line in (tmp_path / "run/steps.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(EPOCHS))
+    assert nobody_left(tmp_path / "run")
+
+
+@pytest.mark.real
+def test_async_survives_kills_and_learns() -> None:
+    options = {"mode": "async", "staleness": 1, "servers": 2, "epochs": 40}
+    result = run(small_model(GRAPH), kills=["chaos workers=5 servers=1", "parameter=0 epoch=20"], **options)
+    assert result.summary["epochs"] == 40
+    assert result.losses[-1] < result.losses[0]
+    assert result.summary["samples_lost"] == 0
+
+
+@pytest.mark.real
+def test_layers_may_be_spread_over_parameter_servers() -> None:
+    model = small_model(GRAPH, layers=3)
+    result = run(model, parameter_servers=2, kills=["parameter=1 epoch=6"])
+    assert result.losses == pytest.approx(reference(model), abs=1e-5)
+    assert len(result.summary["recoveries"]) == 1
+
+
+@pytest.mark.real
+def test_a_pyg_model_and_data_go_in_and_training_stops_early() -> None:
+    data = peer.pyg("data").Data(
+        x=torch.from_numpy(GRAPH.features), edge_index=peer.edge_index(GRAPH), y=torch.from_numpy(GRAPH.labels)
+    )
+    net = peer.pyg("nn").GCN(GRAPH.width, 6, 2, GRAPH.classes)
+    result = train(data, net, **{**QUIET, "lr": 0.0, "weight_decay": 0.0, "patience": 2, "evaluate_every": 2})
+    assert result.summary["epochs"] == 6
+    assert result.summary["stopped_early"].startswith("validation accuracy has not passed")
+    assert all(torch.equal(tensor, result.weights[name]) for name, tensor in net.state_dict().items())
+
+
+@pytest.mark.real
+def test_rows_are_sent_to_a_worker_that_can_not_map_them() -> None:
+    model = small_model(GRAPH, "gat")
+    assert run(model, servers=2, share=False).losses == pytest.approx(reference(model), abs=1e-5)
+
+
+@pytest.mark.real
+def test_too_many_workers_are_sent_home_and_the_events_say_why(tmp_path: Path) -> None:
+    run(
+        small_model(GRAPH),
+        workers="auto",
+        epochs=100,
+        intervals=1,
+        evaluate_every=50,
+        latency_s=0.02,
+        out=str(tmp_path / "r"),
+    )
+    seen = events(tmp_path / "r")
+    tuned = [e for e in seen if e["kind"] == "autotune"]
+    ups = sum(e["kind"] == "worker-up" for e in seen)
+    assert ups == 1 or any("nothing to do" in e["why"] for e in tuned)
+
+
+def test_a_worker_without_the_run_ends_quietly() -> None:
+    serve(Ticket("no-run", "no-token", "127.0.0.1", 9, 5.0))
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"servers": 91}, "--servers 91 for 90 vertices: a server needs at least one, use fewer"),
+        ({"mode": "fast"}, "--mode 'fast': there are sync, pipe, async"),
+        ({"staleness": 1}, "--staleness 1 with --mode sync"),
+        ({"workers": 0}, "--workers 0: give a number of at least 1, or auto"),
+        ({"epochs": 0}, "--epochs is 0: give at least 1"),
+        ({"launcher": "mail"}, "there is no launcher 'mail'"),
+        ({"init": {}}, "init: convs.0.lin.weight is not there"),
+    ],
+)
+def test_a_wrong_request_is_refused_before_anything_starts(
+    options: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError) as refused:
+        run(small_model(GRAPH), **{**options, "out": str(tmp_path / "run")})
+    assert sentence in str(refused.value)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.real
+def test_the_only_worker_hangs_and_is_replaced(tmp_path: Path) -> None:
+    model = small_model(GRAPH)
+    stopped: list[int] = []
+
+    def stop(done: Epoch, at: float) -> None:
+        if done.epoch >= 4 and not stopped:
+            stopped.extend(e["pid"] for e in events(tmp_path / "run") if e["kind"] == "worker-up")
+            os.kill(stopped[0], signal.SIGSTOP)
+
+    result = run(model, workers=1, evaluate_every=2, out=str(tmp_path / "run"), watcher=Watcher(epoch=stop))
+    assert stopped
+    assert result.losses == pytest.approx(reference(model), abs=1e-5)
+    assert result.summary["workers_lost"] == 1
+    assert result.summary["relaunches"] >= 1
+    assert nobody_left(tmp_path / "run")

@@ -1,0 +1,67 @@
+"""Workers as tasks of a real Ray cluster of this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import pytest
+
+from culm.errors import RunError, UsageError
+from culm.gnn.launch.base import Ticket
+
+from . import launch_standin as standin
+
+ray = pytest.importorskip("ray")
+from culm.gnn.launch.ray import RayLauncher  # noqa: E402
+
+pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning")]
+
+
+def test_workers_on_a_ray_cluster_dial_back_and_end_with_the_launcher() -> None:
+    async def story() -> list[int]:
+        launcher = RayLauncher(cpus=0.25, entry=standin.named(standin.serve))
+        async with standin.desk() as desk:
+            ticket = Ticket("r1", "secret", "127.0.0.1", desk.port, 60)
+            await launcher.launch(ticket, 2)
+            cards = await desk.workers(2)
+            await launcher.launch(ticket, 1)
+            cards.append(await desk.worker())
+            assert {(c["run"], c["token"]) for c in cards} == {("r1", "secret")}
+            await launcher.close()
+            await launcher.close()
+            gone = [await asyncio.wait_for(desk.gone.get(), 60) for _ in cards]
+            assert sorted(gone) == sorted(c["pid"] for c in cards)
+            with pytest.raises(RunError, match="closed"):
+                await launcher.launch(ticket, 1)
+        return gone
+
+    pids = asyncio.run(story())
+    assert len(set(pids)) == 3
+    assert all(map(standin.ended, pids))
+    assert not ray.is_initialized()
+
+
+def test_a_cluster_that_is_not_there_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: object) -> None:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(ray, "init", refuse)
+
+    async def story() -> None:
+        launcher = RayLauncher(address="ray://10.0.0.9:10001", entry=standin.named(standin.serve))
+        await launcher.launch(Ticket("r1", "secret", "127.0.0.1", 1, 60), 1)
+
+    with pytest.raises(RunError, match=r"no Ray cluster at ray://10\.0\.0\.9:10001: no route"):
+        asyncio.run(story())
+
+
+def test_no_cpus_for_a_worker_is_refused() -> None:
+    with pytest.raises(UsageError, match="cpus is 0"):
+        RayLauncher(cpus=0)
+
+
+def test_without_ray_the_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UsageError, match=r"pip install 'culm\[ray\]'"):
+        RayLauncher()
