@@ -206,20 +206,24 @@ class Calibration:
         return self.action_s + self.layer_s * LAYERS / stages
 
 
-def calibrate(nursery: LocalNursery, strategies: list[str], steps: int) -> Calibration:
-    """Two undisturbed runs of different depth, and one with a kill for each strategy; one before to warm up."""
-    measure(Case("warm up", 1, 4, 2), nursery)
+def calibrate(nursery: LocalNursery, again_s: dict[str, float], steps: int) -> Calibration:
+    """Two undisturbed runs of different depth, right before the case that they are for: machines drift."""
     deep, deeper = (measure(Case("calibration", 1, stages, steps), nursery) for stages in (4, 8))
     four, eight = (m.step_s / (MICRO_BATCHES + P - 1) for m, P in ((deep, 4), (deeper, 8)))
     around = fmean(m.seconds - steps * m.step_s for m in (deep, deeper))
-    again = {}
+    layer = (four - eight) / (LAYERS / 4 - LAYERS / 8)
+    return Calibration(max(0.0, four - layer * LAYERS / 4), layer, around, again_s)
+
+
+def pauses(nursery: LocalNursery, strategies: list[str], steps: int) -> dict[str, float]:
+    """One run with a kill for each strategy: from the kill until steps come again, less the step itself."""
+    found = {}
     for strategy in strategies:
         every = 4 if strategy == "checkpoint" else 0
         hurt = Case("calibration", 1 if every else 2, 4, steps, strategy, ((steps // 2 + 1, 1),), every)
-        found = measure(hurt, nursery)
-        again[strategy] = max(0.0, found.again_s - found.step_s)
-    layer = (four - eight) / (LAYERS / 4 - LAYERS / 8)
-    return Calibration(max(0.0, four - layer * LAYERS / 4), layer, around, again)
+        seen = measure(hurt, nursery)
+        found[strategy] = max(0.0, seen.again_s - seen.step_s)
+    return found
 
 
 def predict(case: Case, known: Calibration) -> float:
@@ -301,8 +305,10 @@ def run(*, quick: bool = False, progress: Callable[[str], None] = lambda _: None
     rows: list[dict[str, Any]] = []
     with LocalNursery() as nursery:
         progress("calibrating")
-        known = calibrate(nursery, strategies, 12 if quick else 20)
+        measure(Case("warm up", 1, 4, 2), nursery)
+        again_s = pauses(nursery, strategies, 12 if quick else 20)
         for case in cases(strategies, quick=quick):
+            known = calibrate(nursery, again_s, 6 if quick else 8)
             samples = case.steps * MICRO_BATCH * MICRO_BATCHES
             predicted = samples / predict(case, known)
             measured = samples / measure(case, nursery).seconds

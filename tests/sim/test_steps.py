@@ -71,7 +71,7 @@ def test_a_shadow_costs_something_and_an_eager_one_more() -> None:
     assert steps().healthy(3) < lazy < eager
 
 
-def test_bamboos_overheads_are_near_the_measured_ones() -> None:
+def test_the_costs_of_redundancy_are_set_to_those_measured_for_bert() -> None:
     bert = Workload(pipelines=4, stages=12, micro_batches=128, costs=Costs())
     plain = steps(bert).one_f_one_b(4)
     assert steps(bert).shadowed(4, eager=False, published=True) / plain - 1 == pytest.approx(0.07, abs=0.01)
