@@ -17,7 +17,7 @@ from culm.gnn.graph import Graph
 from culm.gnn.model import Model, initial_weights
 from culm.gnn.partition import cut, owners
 from culm.gnn.prepare import source_rows
-from culm.gnn.program import gradients_of, walk
+from culm.gnn.program import Place, gradients_of, walk
 from culm.gnn.shard import Shard
 from culm.gnn.shelf import Adam, Shelf
 from culm.gnn.tally import Tally
@@ -64,6 +64,7 @@ class House:
         seed: int = 0,
         chance: int = 0,
         repeat: float = 0.0,
+        edges: Place = "worker",
     ) -> None:
         self.plan = passes(epochs, evaluate_every)
         parts = cut(graph, owners(graph, servers), intervals)
@@ -73,7 +74,16 @@ class House:
             Shard(p, model, source[torch.from_numpy(p.vertices)], *self._own(graph, p.vertices)) for p in parts
         ]
         self.boards = [
-            Board(model, server=i, feeds=s.feeds(), plan=self.plan, mode=mode, staleness=staleness)
+            Board(
+                model,
+                server=i,
+                feeds=s.feeds(),
+                plan=self.plan,
+                mode=mode,
+                staleness=staleness,
+                servers=servers,
+                edges=edges,
+            )
             for i, s in enumerate(self.shards)
         ]
         self.shelf = Shelf(range(model.layers), servers, Adam())

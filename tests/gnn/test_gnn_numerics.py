@@ -58,6 +58,12 @@ def test_the_order_in_which_things_happen_changes_no_bit(chance: int, mode: Mode
             assert torch.equal(tensor, wild.weights[layer][name])
 
 
+def test_who_applies_the_edges_changes_no_bit() -> None:
+    graph = small_graph()
+    model = small_model(graph, "gat", dropout=0.3)
+    assert House(graph, model, edges="server").run().losses == House(graph, model, edges="worker").run().losses
+
+
 def test_dropout_does_not_depend_on_servers_or_intervals() -> None:
     graph = small_graph()
     model = small_model(graph, dropout=0.5)

@@ -97,7 +97,7 @@ def test_a_pyg_model_and_data_go_in_and_training_stops_early() -> None:
 @pytest.mark.real
 def test_rows_are_sent_to_a_worker_that_can_not_map_them() -> None:
     model = small_model(GRAPH, "gat")
-    assert run(model, servers=2, share=False).losses == pytest.approx(reference(model), abs=1e-5)
+    assert run(model, servers=2, share=False, edges="worker").losses == pytest.approx(reference(model), abs=1e-5)
 
 
 @pytest.mark.real
@@ -130,6 +130,7 @@ def test_a_worker_without_the_run_ends_quietly() -> None:
         ({"workers": 0}, "--workers 0: give a number of at least 1, or auto"),
         ({"epochs": 0}, "--epochs is 0: give at least 1"),
         ({"launcher": "mail"}, "there is no launcher 'mail'"),
+        ({"edges": "nobody"}, "edges is 'nobody': give worker or server"),
         ({"init": {}}, "init: convs.0.lin.weight is not there"),
     ],
 )

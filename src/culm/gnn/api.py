@@ -14,6 +14,7 @@ from culm.gnn.launch import launcher as launchers
 from culm.gnn.launch.base import Launcher
 from culm.gnn.ledger import Evaluation
 from culm.gnn.model import Model, model_of, state_dict
+from culm.gnn.program import Place
 from culm.gnn.readers import as_graph
 from culm.gnn.request import Request, mode_of
 from culm.gnn.running import Outcome, Watcher, run
@@ -87,6 +88,7 @@ def train(
     worker_seconds: float = 900.0,
     host: str = "127.0.0.1",
     share: bool = True,
+    edges: Place | None = None,
     latency_s: float = 0.0,
     evaluate_every: int = 10,
     patience: int = 0,
@@ -109,6 +111,7 @@ def train(
     replaces it for the first. `patience`: evaluations without a better validation accuracy before it stops; 0: never.
     `launcher`: local, ray, lambda (with options: see culm.gnn.launch), or one of your own. `host`: the address of this
     machine under which workers reach it. `share`: workers on this machine read tables in place, no rows are sent.
+    `edges`: who applies attention to edges, worker or server (default: by their number).
     `kills`: processes to end on purpose, as in "worker epoch=5", "server=1 epoch=9" or "chaos workers=100 servers=5".
 
     Raises UsageError for a wrong request, before anything is started, and RunError when the run fails. Nothing is left
@@ -148,6 +151,7 @@ def train(
         worker_seconds=worker_seconds,
         host=host,
         share=share,
+        edges=edges,
         latency_s=latency_s,
         evaluate_every=evaluate_every,
         patience=patience,

@@ -92,10 +92,12 @@ class Board:
         mode: Mode = "sync",
         staleness: int = 0,
         start: int = 0,
+        servers: int = 1,
+        edges: Place = "worker",
     ) -> None:
         self._model, self._mode, self._staleness = model, mode, staleness
         self.plan, self.start = plan, start
-        self._walks = {True: walk(model, train=True), False: walk(model, train=False)}
+        self._walks = {train: walk(model, train=train, edges=edges) for train in (True, False)}
         self._server = server
         self._intervals = [_Interval(start) for _ in feeds]
         known = sorted({feed for row in feeds for feed in row} | {(server, i) for i in range(len(feeds))})
@@ -103,7 +105,7 @@ class Board:
         self._feeds = [np.array([self._places[feed] for feed in row], np.int64) for row in feeds]
         self._sent: dict[tuple[int, bool], np.ndarray[tuple[int], np.dtype[np.int64]]] = {}
         """By layer and direction: the pass in which each interval has sent its rows last; -1: never."""
-        self._slowest: dict[int, int] = {s: start for s, _ in known if s != server}
+        self._slowest: dict[int, int] = {other: start for other in range(servers) if other != server}
         self._versions: dict[int, int] = {}
         trained = next((p.number for p in plan[start:] if p.train), start)
         self._first = {False: start, True: trained}

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from culm.gnn.board import Mode
     from culm.gnn.graph import Graph
     from culm.gnn.model import Model, Weights
+    from culm.gnn.program import Place
 
+_FEW_BYTES = 1 << 20
 _LARGEST = 1 << 16
 """Vertices of an interval at most: a task then takes tens of milliseconds."""
 
@@ -39,6 +41,11 @@ def default_intervals(vertices: int, servers: int, workers: int, mode: Mode) -> 
     """Enough for every worker to have one, two where steps overlap, and none too large."""
     each = -(-workers // servers) * (1 if mode == "sync" else 2)
     return max(1, each, -(-vertices // (servers * _LARGEST)))
+
+
+def edge_place(graph: Graph, model: Model, pieces: int) -> Place:
+    """Who applies the edges of an attention: where an interval has few, the way to a worker costs more than that."""
+    return "server" if (graph.edges + graph.vertices) / pieces * model.heads * 4 < _FEW_BYTES else "worker"
 
 
 def check_memory(graph: Graph, model: Model) -> None:

@@ -2,7 +2,7 @@
 
     AV   apply vertex     dense: from gathered rows to rows that are sent              (worker)
     SC   scatter          rows to the servers that see them as ghosts                  (server)
-    AE   apply edge       dense, attention only: softmax over the edges of a vertex    (worker)
+    AE   apply edge       attention only: softmax over the edges of a vertex           (worker, server where small)
     GA   gather           sum over the neighbours                                      (server)
 
 and the same against the direction, written with a leading ∇. `AV k` stands between the gather of layer k-1 and that of
@@ -69,18 +69,18 @@ def gathered_width(model: Model, layer: int) -> int:
     return sent_width(model, layer)
 
 
-def walk(model: Model, *, train: bool) -> tuple[Step, ...]:
-    """The steps of a pass; an evaluation goes forward only."""
+def walk(model: Model, *, train: bool, edges: Place = "worker") -> tuple[Step, ...]:
+    """The steps of a pass; an evaluation goes forward only. `edges`: who applies them."""
     attention = model.kind == "gat"
     gathered = range(first_gather(model), model.layers)
     steps = []
     for layer in gathered:
         steps += [Step("AV", layer, False, "worker"), Step("SC", layer, False, "server")]
-        steps += [Step("AE", layer, False, "worker")] if attention else []
+        steps += [Step("AE", layer, False, edges)] if attention else []
         steps += [Step("GA", layer, False, "server")]
     steps.append(Step("AV", model.layers, False, loss_place(model)))
     for layer in reversed(gathered) if train else ():
-        steps += [Step("AE", layer, True, "worker")] if attention else []
+        steps += [Step("AE", layer, True, edges)] if attention else []
         steps += [
             Step("SC", layer, True, "server"),
             Step("GA", layer, True, "server"),

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from culm.gnn.graph import Graph
     from culm.gnn.model import Model
+    from culm.gnn.program import Place
     from culm.gnn.shelf import Adam
 
 
@@ -42,6 +43,7 @@ class Request:
     worker_seconds: float
     host: str
     share: bool
+    edges: Place | None
     latency_s: float
     evaluate_every: int
     patience: int
@@ -68,6 +70,8 @@ class Request:
             )
         if self.workers != "auto" and (not isinstance(self.workers, int) or self.workers < 1):
             raise UsageError(f"--workers {self.workers!r}: give a number of at least 1, or auto")
+        if self.edges not in (None, "worker", "server"):
+            raise UsageError(f"edges is {self.edges!r}: give worker or server, or nothing to decide by size")
         for kill in self.kills:
             faults.parse(kill, self.servers, self.parameter_servers, self.epochs)
         initial_weights(self.model, self.seed, self.init)

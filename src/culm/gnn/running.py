@@ -182,6 +182,7 @@ class _Run:
             checkpoints=checkpoints,
             threads=wanted.threads or max(1, prepare.cores() // wanted.servers),
             host=wanted.host,
+            edges=wanted.edges or prepare.edge_place(wanted.graph, wanted.model, wanted.servers * intervals),
             share=wanted.share,
         )
         self._watcher.told("starting servers and workers")

@@ -59,6 +59,8 @@ class GraphSession:
             mode=setup.mode,
             staleness=setup.staleness,
             start=generation.start,
+            servers=setup.servers,
+            edges=setup.edges,
         )
         self._board.permit(generation.start)
         self._kernel = Kernel(setup.model, setup.seed, setup.total)
@@ -172,7 +174,8 @@ class GraphSession:
         self._finish(task)
 
     def _apply_here(self, task: Task, step: Step) -> None:
-        """A last step without a multiplication: a bias and a softmax."""
+        """A step without a multiplication: attention over few edges, or the last bias and softmax."""
+        self._shard.prepare(step, task.interval)
         versions = self._board.versions(task)
         weights = {layer: {"bias": self._biases[layer, version]} for layer, version in versions.items()}
         inputs = self._shard.rows(self._shard.inputs(step, task.interval, kept=False))

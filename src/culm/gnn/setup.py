@@ -19,6 +19,7 @@ import msgspec
 
 from culm.gnn.board import Mode
 from culm.gnn.model import Model
+from culm.gnn.program import Place
 from culm.gnn.shelf import Adam
 
 T = TypeVar("T")
@@ -48,6 +49,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: int = 2
     """Tasks that a worker has at a time, at least: one is computed while the rows of the next travel."""
     host: str = "127.0.0.1"
+    edges: Place = "worker"
+    """Who applies edges."""
     share: bool = True
     """Workers on the same machine map the tables of servers."""
 
