@@ -1,0 +1,121 @@
+"""24 real SIGKILLs: agent and worker of a node, at an action, between processes that only sockets join.
+
+The sweep over every action is simulated (tests/testing); this is the fixed sample that shows that real nodes do the
+same. Each run must end with the weights and the optimizer state of the run that nothing befell, to the last bit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from culm.api import pickled
+from culm.cluster.setup import Request
+from culm.providers.local import LocalNursery, local_run
+from culm.testing import reference
+
+from .jobs import job, linear
+
+pytestmark = pytest.mark.real
+PATIENCE_S = 60.0
+STEP = 1
+TRIES = 6
+JOB = job(layers=[linear] * 6, steps=STEP + 4, exact=True)
+
+SAMPLE = [
+    # 2 x 3: pipeline 0 is nodes 0 to 2 with micro-batches 0 and 1, pipeline 1 nodes 3 to 5 with 2 and 3.
+    ("reroute", "1f1b", 2, "node=0 at=0F1"),
+    ("reroute", "1f1b", 2, "node=4 at=1B2"),
+    ("reroute", "1f1b", 2, "node=5 at=2R"),
+    ("reroute", "1f1b", 2, "node=1 at=1S"),
+    ("reroute", "1f1b", 2, "node=2 at=2S+"),
+    ("reroute", "1f1b", 2, "leader at=commit"),
+    ("reroute", "zb", 2, "node=2 at=2I0"),
+    ("reroute", "zb", 2, "node=3 at=0W3"),
+    ("reroute", "zb", 2, "node=1 at=1R"),
+    ("reroute", "zb", 2, "node=3,4 at=1F3"),
+    ("shadow", "1f1b", 2, "node=5 at=2F2"),
+    ("shadow", "1f1b", 2, "node=0 at=0B0"),
+    ("shadow", "1f1b", 2, "node=1,2 at=1B1"),
+    ("shadow", "zb", 2, "node=4 at=1I3"),
+    ("shadow", "zb", 2, "node=2 at=2S"),
+    ("shadow", "zb", 2, "leader at=commit"),
+    ("shadow-lazy", "1f1b", 2, "node=3 at=0R"),
+    ("shadow-lazy", "1f1b", 2, "node=2,3 at=2B1"),
+    ("shadow-lazy", "zb", 2, "node=1 at=1W0"),
+    ("shadow-lazy", "zb", 2, "node=5 at=2S+"),
+    # One pipeline alone: only its shadows hold what is lost.
+    ("shadow", "1f1b", 1, "node=0 at=0F3"),
+    ("shadow", "zb", 1, "node=1 at=1W2"),
+    ("shadow-lazy", "1f1b", 1, "node=2 at=2R"),
+    ("shadow-lazy", "zb", 1, "node=1 at=1S"),
+]
+
+
+def trained(nursery: LocalNursery, request: Request) -> tuple[dict[str, Any], int]:
+    """The summary of a run that must end well, and the node that led it last."""
+
+    async def main() -> tuple[dict[str, Any], int]:
+        async with local_run(nursery, pickled(JOB), request) as run:
+            result = await run.result()
+            assert result.summary is not None, result.message
+            return result.summary, int(run._store.read("leader") or b"0")
+
+    async def bounded() -> tuple[dict[str, Any], int]:
+        return await asyncio.wait_for(main(), PATIENCE_S)
+
+    return asyncio.run(bounded())
+
+
+@pytest.fixture(scope="module")
+def undisturbed(nursery: LocalNursery) -> dict[str, Any]:
+    summary, _ = trained(nursery, Request(pipelines=2, stages=3, strategy="none"))
+    assert summary["weights_sha256"] == reference(JOB).weights_sha256
+    return summary
+
+
+def hurt(nursery: LocalNursery, strategy: str, schedule: str, pipelines: int, kill: str) -> dict[str, Any]:
+    """A run with a kill. Whoever is the first to ask leads: that is known only when it is over, so a kill of the leader
+    is aimed at who led the last time until it strikes."""
+    leader = 0
+    for _ in range(TRIES):
+        aimed = f"{kill.replace('leader', f'node={leader}')} step={STEP}"
+        request = Request(pipelines=pipelines, stages=3, schedule=schedule, strategy=strategy, kills=(aimed,))
+        summary, leader = trained(nursery, request)
+        if summary["preemptions"]:
+            return summary
+        assert "leader" in kill
+    raise AssertionError(f"in {TRIES} runs the leader was never the one that was aimed at")
+
+
+@pytest.mark.parametrize(("strategy", "schedule", "pipelines", "kill"), SAMPLE)
+def test_a_node_struck_by_sigkill_changes_no_bit_of_what_is_learned(
+    nursery: LocalNursery, undisturbed: dict[str, Any], strategy: str, schedule: str, pipelines: int, kill: str
+) -> None:
+    summary = hurt(nursery, strategy, schedule, pipelines, kill)
+    assert summary["weights_sha256"] == undisturbed["weights_sha256"]
+    assert summary["state_sha256"] == undisturbed["state_sha256"]
+    assert summary["samples"] == summary["samples_expected"] == undisturbed["samples"]
+    assert (summary["samples_lost"], summary["samples_duplicated"]) == (0, 0)
+    lost = [node for recovered in summary["recoveries"] for node in recovered["lost"]]
+    assert summary["preemptions"] == len(lost) == 1 + kill.count(",")
+    assert all(recovered["source"] in ("peers", "shadow") for recovered in summary["recoveries"])
+    assert all(recovered["detect_ms"] > 0 for recovered in summary["recoveries"])
+
+
+def test_the_sample_has_24_kills() -> None:
+    assert len(set(SAMPLE)) == 24
+
+
+def test_where_no_layer_has_a_holder_left_the_run_goes_back_to_its_newest_checkpoint_by_itself(
+    nursery: LocalNursery, undisturbed: dict[str, Any], tmp_path: Path
+) -> None:
+    """One pipeline loses a stage together with the only shadow of it."""
+    kills = (f"node=1,2 step={STEP + 2} at=1F2",)
+    request = Request(stages=3, strategy="shadow", kills=kills, out=str(tmp_path), checkpoint_every=1)
+    summary, _ = trained(nursery, request)
+    assert summary["state_sha256"] == undisturbed["state_sha256"]
+    assert [recovered["source"] for recovered in summary["recoveries"]] == ["checkpoint"]
