@@ -6,10 +6,12 @@ Where the preferred way is closed, any other holder will do. Only a stage that n
 
 from __future__ import annotations
 
+import collections
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from culm.errors import ScheduleError
 from culm.plan.ahead import Plans
 from culm.plan.failures import Case, Memory, Slot
 from culm.plan.greedy import Rerouted
@@ -17,6 +19,7 @@ from culm.plan.place import Floor, place, whole_step
 from culm.schedule import UNIT, Action, Costs, Kind, Plan
 from culm.schedule.action import RELEASE
 from culm.schedule.plan import blocks
+from culm.schedule.walk import walk
 
 SHADOWING = ("shadow", "shadow-lazy")
 """Strategies in which the predecessor of a lost worker stands in for it."""
@@ -233,27 +236,36 @@ def _merged(world: World, runners: Mapping[int, tuple[int, ...]], stand_ins: Map
     )
     lots = whole_step(full.segments, full.micro_batches, split=split)
     placed = place(lots, floor, _home(world, stand_ins))
-    rows = []
-    held = []
-    for slot, row in enumerate(placed.lists):
-        stages = tuple(stage for stage, who in runners.items() if slot in who)
-        rows.append(_with_updates([task.action for task in row], stages, full))
-        if stages and stages != (slot % full.stages,):
-            held.append((slot, stages))
+    stages = [tuple(stage for stage, who in runners.items() if slot in who) for slot in range(len(full.workers))]
+    lists = [[task.action for task in row] for row in placed.lists]
+    try:
+        plan = _with_updates(full, lists, stages, early=True)
+        collections.deque(walk(plan), maxlen=0)
+    except ScheduleError:  # sums that wait for each other in a circle can be added up in order at the end
+        plan = _with_updates(full, lists, stages, early=False)
+    return plan
+
+
+def _with_updates(full: Plan, lists: list[list[Action]], stages: list[tuple[int, ...]], *, early: bool) -> Plan:
+    """The lists of all slots with R and S, as a plan: a worker that runs nothing has failed."""
+    rows = tuple(_row(actions, held, full, early) for actions, held in zip(lists, stages, strict=True))
+    others = tuple((slot, held) for slot, held in enumerate(stages) if held and held != (slot % full.stages,))
     failed = tuple(slot for slot, row in enumerate(rows) if not row)
     shape = (full.pipelines, full.stages, full.segments, full.micro_batches)
-    return Plan("merged", *shape, tuple(rows), failed, tuple(held))
+    return Plan("merged", *shape, rows, failed, others)
 
 
-def _with_updates(actions: list[Action], stages: tuple[int, ...], full: Plan) -> tuple[Action, ...]:
-    """R after the last gradient of each segment that is run here (at once where there is none), and S at the end."""
+def _row(actions: list[Action], stages: tuple[int, ...], full: Plan, early: bool) -> tuple[Action, ...]:
+    """R after the last gradient of each segment that is run here (at once where there is none) or, if not early, after
+    everything; and S at the end."""
     segments = [segment for segment in range(full.segments) if segment % full.stages in stages]
-    last = {action.segment: index for index, action in enumerate(actions) if action.kind in RELEASE}
-    out = [Action(segment, Kind.R) for segment in segments if segment not in last]
+    last = {action.segment: index for index, action in enumerate(actions) if action.kind in RELEASE} if early else {}
+    out = [Action(segment, Kind.R) for segment in segments if early and segment not in last]
     for index, action in enumerate(actions):
         out.append(action)
         if last.get(action.segment) == index:
             out.append(Action(action.segment, Kind.R))
+    out += [Action(segment, Kind.R) for segment in segments if not early]
     return (*out, *(Action(segment, Kind.S) for segment in segments))
 
 
