@@ -1,4 +1,4 @@
-"""Did two runs learn the same? `python examples/same.py runs/a runs/b` compares weights and optimizer state, bit by bit."""
+"""Did two runs learn the same bits, weights and optimizer state? `python examples/same.py runs/a runs/b`."""
 
 import json
 import sys
