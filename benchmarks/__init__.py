@@ -7,4 +7,5 @@ peer      TorchPipeline: the side culm is compared with
 paired    alternating rounds, the median ratio and its interval
 overhead  what torch's schedule runtime costs when there is nothing to compute
 pipeline  `culm bench pipeline`: the rows, the JSON, the table
+resilience  `culm bench resilience`: what each strategy costs while nothing befalls a run, and when something does
 """

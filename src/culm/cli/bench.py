@@ -18,7 +18,7 @@ from culm.errors import UsageError
 
 
 def bench(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="pipeline: beside torch.distributed.pipelining.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="pipeline: beside torch; resilience: of strategies.")],
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds: a first impression.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print the figures as JSON, all else on stderr.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False,
@@ -63,9 +63,19 @@ def _pipeline(quick: bool) -> tuple[Any, Any]:
     return result, pipeline.table(result)
 
 
+def _resilience(quick: bool) -> tuple[Any, Any]:
+    from benchmarks.ours import CulmPool
+
+    from benchmarks import resilience
+
+    with CulmPool() as pool:
+        result = resilience.run(pool, quick=quick, progress=_progress)
+    return result, resilience.table(result)
+
+
 def _progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-BENCHES: dict[str, Callable[[bool], tuple[Any, Any]]] = {"pipeline": _pipeline}
+BENCHES: dict[str, Callable[[bool], tuple[Any, Any]]] = {"pipeline": _pipeline, "resilience": _resilience}
 """By name: what runs it, quickly or not, and gives the figures and a table of them."""
