@@ -9,4 +9,5 @@ overhead  what torch's schedule runtime costs when there is nothing to compute
 planner   `culm bench planner`: how good plans are, and how long planning takes
 optima    random cases with proved optima
 pipeline  `culm bench pipeline`: the rows, the JSON, the table
+resilience  `culm bench resilience`: what each strategy costs while nothing befalls a run, and when something does
 """

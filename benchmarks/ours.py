@@ -7,7 +7,7 @@ import os
 import time
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from benchmarks.peer import stages_per_worker, workers_of
 from culm.api import pickled
@@ -26,24 +26,38 @@ class CulmPipeline:
     """One pipeline of culm's, set up and idle between rounds: nodes wait for permission in a blocking read."""
 
     def __init__(
-        self, spec: Spec, cut: Cut, schedule: str, *, nursery: LocalNursery, exact: bool = False, strategy: str = "none"
+        self,
+        spec: Spec,
+        cut: Cut,
+        schedule: str,
+        *,
+        nursery: LocalNursery,
+        exact: bool = False,
+        strategy: str = "none",
+        pipelines: int = 1,
+        kills: tuple[str, ...] = (),
     ) -> None:
         self._loop = asyncio.new_event_loop()
         self._stack = AsyncExitStack()
         self._done = 0
         self.steps = 0
         """Steps that the ledger has, once closed."""
+        self.summary: dict[str, Any] = {}
+        """Of the run, once closed."""
+        self.ended_at: list[float] = []
+        """Seconds into the run, for each step that has ended."""
         self._group = nursery.pid
         self.cpu_s = 0.0
         """CPU seconds of all nodes in the last round, agents included."""
         request = Request(
-            pipelines=1,
+            pipelines=pipelines,
             stages=workers_of(cut, schedule),
             schedule=schedule,
             ranges=stages_per_worker(schedule),
             strategy=strategy,
             cuts=tuple(part.start for part in cut[1:]),
             gate="outside",
+            kills=kills,
         )
         opened = local_run(nursery, pickled(job_of(spec, exact=exact)), request)
         self._run: LocalRun = self._loop.run_until_complete(self._stack.enter_async_context(opened))
@@ -60,16 +74,19 @@ class CulmPipeline:
         self._done += steps
         self._run.permit(self._done)
         for _ in range(steps):
-            if await self._run.step() is None:
+            metrics = await self._run.step()
+            if metrics is None:
                 result = await self._run.result()
                 raise RunError(f"culm's side of the bench ended early: {result.message}")
+            self.ended_at.append(metrics["t"])
 
     def close(self) -> None:
         """End the nodes; the nursery stays."""
         if not self._loop.is_closed():
             self._run.finish(self._done)
             result = self._loop.run_until_complete(self._run.result())
-            self.steps = int(str((result.summary or {}).get("steps", 0)))
+            self.summary = dict(result.summary or {})
+            self.steps = int(self.summary.get("steps", 0))
             self._loop.run_until_complete(self._stack.aclose())
             self._loop.close()
 
@@ -80,8 +97,9 @@ class CulmPool:
     def __init__(self) -> None:
         self.nursery = LocalNursery()
 
-    def __call__(self, spec: Spec, cut: Cut, schedule: str, *, exact: bool = False) -> CulmPipeline:
-        return CulmPipeline(spec, cut, schedule, nursery=self.nursery, exact=exact)
+    def __call__(self, spec: Spec, cut: Cut, schedule: str, **more: Any) -> CulmPipeline:
+        """`more` are the keywords of CulmPipeline."""
+        return CulmPipeline(spec, cut, schedule, nursery=self.nursery, **more)
 
     def close(self) -> None:
         self.nursery.close()

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -76,6 +77,21 @@ def test_a_killed_process_ends_the_run_with_the_number_of_its_node(
     assert found.message.startswith(f"node {node}")
     assert "vanished" in found.message
     assert "nobody else holds its layers" in found.message
+
+
+@pytest.mark.parametrize("victim", [f"{k} of {w}" for k in ("agent", "worker") for w in ("the leader", "another")])
+@pytest.mark.parametrize("pipelines", [1, 2])
+def test_unless_told_otherwise_a_run_goes_on_without_a_process_that_is_killed(
+    nursery: LocalNursery, pipelines: int, victim: str
+) -> None:
+    """By a shadow, or by a peer; at no chosen moment, and whoever led."""
+    described = job(steps=60, exact=True)
+    found, node = outcome(nursery, described, Request(pipelines=pipelines, stages=2 // pipelines), victim)
+    assert found.summary is not None, found.message
+    recoveries: Any = found.summary["recoveries"]
+    assert found.summary["preemptions"] == 1
+    assert [lost for recovered in recoveries for lost in recovered["lost"]] == [node]
+    assert found.summary["state_sha256"] == reference(described).state_sha256
 
 
 class Turned(nn.Module):

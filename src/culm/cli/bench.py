@@ -75,12 +75,23 @@ def _module(name: str) -> Callable[[bool], tuple[Any, Any]]:
     return run
 
 
+def _resilience(quick: bool) -> tuple[Any, Any]:
+    from benchmarks.ours import CulmPool
+
+    from benchmarks import resilience
+
+    with CulmPool() as pool:
+        result = resilience.run(pool, quick=quick, progress=_progress)
+    return result, resilience.table(result)
+
+
 def _progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
 BENCHES: dict[str, Callable[[bool], tuple[Any, Any]]] = {
     "pipeline": _pipeline,
+    "resilience": _resilience,
     "planner": _module("planner"),
     "simulator": _module("simulator"),
     "gnn": _module("gnn"),
