@@ -112,8 +112,7 @@ def _idle(plan: Plan, profile: Profile, cuts: tuple[int, ...], *, joint: bool) -
     timeline = timing(plan, costs)
     if joint or plan.segments != plan.stages:
         return timeline.bubble
-    busiest = max(timeline.busy)
-    return max(0.0, 1.0 - busiest / period(plan, costs))
+    return max(0.0, 1.0 - sum(timeline.busy) / (len(timeline.busy) * period(plan, costs)))
 
 
 def _segment_costs(profile: Profile, cuts: tuple[int, ...]) -> tuple[tuple[float, float, float], ...]:

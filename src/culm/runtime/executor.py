@@ -56,6 +56,8 @@ class Op:
     """Whether a later action of this worker takes its output."""
     again: bool = False
     """Run for its output alone: nothing is counted and no tape stays."""
+    wait_s: float = 0.0
+    """How long it had to wait for its frame in the step before."""
 
 
 class Executor:
@@ -241,24 +243,32 @@ class Executor:
             key = Key(self.epoch.number, step, op.source)
             found = self.transport.arrived(key)
             if found is None:
-                found = await self._wait(step, key)
+                found = await self._wait(step, op, key)
             return _placed(found, self.desk.device)
         if op.home is None:
             return ()
         left = self._home.pop(op.home, None)
         return left if left is not None else _placed(self.desk.step(step).outputs[op.home], self.desk.device)
 
-    async def _wait(self, step: int, key: Key) -> Tensors:
-        """A bubble: look after replicas, if there are any, until the frame has come."""
+    async def _wait(self, step: int, op: Op, key: Key) -> Tensors:
+        """A bubble: look after replicas, if there are any, until the frame has come.
+
+        How long this place of the list waits is learned from step to step, so that nothing is begun there that would
+        take longer.
+        """
         began = self.clock.now()
-        while self.shadows is not None and await self.shadows.spare(step):
+        found = None
+        while self.shadows is not None and await self.shadows.spare(step, op.wait_s - (self.clock.now() - began)):
             found = self.transport.arrived(key)
             if found is not None:
-                self.waited_s += self.clock.now() - began
-                return found
-        found = await self.transport.receive(key)
+                break
+        late = found is not None
+        if found is None:
+            found = await self.transport.receive(key)
         self._yielded = self.clock.now()
-        self.waited_s += self._yielded - began
+        waited = self._yielded - began
+        op.wait_s = min(op.wait_s, waited) / 2 if late else waited
+        self.waited_s += waited
         return found
 
     def _forward(self, step: int, micro: int, op: Op, inputs: Values) -> Values:

@@ -39,10 +39,15 @@ class Shadows:
         self.fresh = {shadow.stage: shadow for shadow in mine if shadow.fresh}
         self.desk.lags = self.epoch.start if self.fresh else None
         self.eager_run = self.eager_due = 0
+        self._forward_s = 0.0
+        """How long a forward of a replica takes; at first, how long one of the worker's own does."""
         self._eager: dict[int, tuple[int, collections.deque[tuple[int, int]]]] = {}
 
-    async def spare(self, step: int) -> bool:
-        """Do one piece of work for a replica while the worker waits in a step; False: there is none."""
+    async def spare(self, step: int, seconds: float) -> bool:
+        """Do one piece of work for a replica while the worker waits in a step; False: there is none.
+
+        What has to be done anyway is done at once; a forward ahead only if the wait is expected to be long enough.
+        """
         for stage in (*self.level, *self.fresh):
             if self._take_copy(stage):
                 return True
@@ -50,7 +55,16 @@ class Shadows:
             if holding is not None and holding.version < step and self._sums_here(holding):
                 await self._step(holding)
                 return True
-        return self.epoch.eager and await self._run_ahead(step)
+        return self.epoch.eager and 0 < self._forward_s <= seconds and await self._run_ahead(step)
+
+    def begin(self, step: int) -> None:
+        """A step begins: all forwards of it could find a bubble. Its first waits are measured against own forwards."""
+        if self._forward_s == 0:
+            own = [end - start for _, label, start, end in self.executor.spans if "F" in label]
+            self._forward_s = sum(own) / len(own) if own else 0.0
+        if self.epoch.eager:
+            for stage, shadow in self.level.items():
+                self._queue(step, shadow, self.desk.holdings[stage])
 
     async def catch_up(self, step: int) -> None:
         """Until every replica that counts has made all steps before this one."""
@@ -138,11 +152,13 @@ class Shadows:
             made, target = micro_batch(self.executor.job, step, micro, self.desk.device)
             given = made if g == 0 else given
         values = tuple(value.detach().requires_grad_(value.requires_grad) for value in given)
+        began = self.executor.clock.now()
         outputs, outcome = segment.forward(step, micro, values, target)
         self.desk.book(step, g, segment).note(micro, outcome)
         self.desk.keep(step, f"{g}F{micro}", tuple(value.cpu() for value in outputs))
         self.eager_run += 1
         await self.executor.clock.work(self.executor.node, step, f"{g}F{micro}")
+        self._forward_s = self.executor.clock.now() - began
 
 
 def holding_of(executor: Executor, stage: int, version: int) -> Holding:
