@@ -50,7 +50,8 @@ class Shadows:
             if holding is not None and holding.version < step and self._sums_here(holding):
                 await self._step(holding)
                 return True
-        return self.epoch.eager and await self._run_ahead(step)
+        recovering = step < self.epoch.start  # others wait for this worker: it does nothing that can not be broken off
+        return self.epoch.eager and not recovering and await self._run_ahead(step)
 
     async def catch_up(self, step: int) -> None:
         """Until every replica that counts has made all steps before this one."""
