@@ -1,6 +1,6 @@
 """List scheduling of any set of work on any set of holders: the rest of a step after a loss, or a whole step on workers
 that stand in for others. Whenever a worker is free it takes the best action that it can start: of the older step
-first, then what another segment waits for, and W last.
+first, then what another segment waits for, and W last; or, by the other rule, what most work is yet to follow on.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from culm.schedule import UNIT, Action, Costs, Kind
 from culm.schedule.timing import prices, sends
 
 _RANK = {Kind.I: 0, Kind.B: 0, Kind.F: 1, Kind.W: 2}
-_Ready: TypeAlias = tuple[tuple[int, ...], int]
+_Ready: TypeAlias = tuple[tuple[float, ...], int]
 """What a task is ordered by, and the number of its lot."""
 
 
@@ -56,18 +56,32 @@ class Placed:
     makespan: float
 
 
-def place(lots: Sequence[Lot], floor: Floor, home: Mapping[tuple[int, int], int] | None = None) -> Placed:
+def place(
+    lots: Sequence[Lot], floor: Floor, home: Mapping[tuple[int, int], int] | None = None, *, by_chain: bool = False
+) -> Placed:
     """Give every lot to a worker that may run it, in an order that can not deadlock.
 
-    `home` names, by (segment, micro-batch), the worker that runs what no tape binds to another.
+    `home` names, by (segment, micro-batch), the worker that runs what no tape binds to another. `by_chain` prefers the
+    action that the longest chain of others hangs on.
     """
-    return _Pass(lots, floor, home or {}).run()
+    return _Pass(lots, floor, home or {}, by_chain).run()
+
+
+def best(lots: Sequence[Lot], floor: Floor, home: Mapping[tuple[int, int], int]) -> Placed:
+    """The shortest of several passes: with everything at home, with the work of those who stand in for others shared by
+    all runners of the stage, and with all of it shared; each by both rules. The first of equals is taken."""
+    own = {cell: worker for cell, worker in home.items() if worker % floor.stages == cell[0] % floor.stages}
+    homes = [each for number, each in enumerate((home, own, {})) if each not in (home, own, {})[:number]]
+    passes = (place(lots, floor, each, by_chain=by_chain) for each in homes for by_chain in (False, True))
+    return min(passes, key=lambda placed: placed.makespan)
 
 
 class _Pass:
     """A simulation. Events are (time, number, what): that a worker is free, or that a lot may go on."""
 
-    def __init__(self, lots: Sequence[Lot], floor: Floor, home: Mapping[tuple[int, int], int]) -> None:
+    def __init__(
+        self, lots: Sequence[Lot], floor: Floor, home: Mapping[tuple[int, int], int], by_chain: bool = False
+    ) -> None:
         self.lots, self.floor, self.home = lots, floor, home
         self.price = prices(floor.costs, floor.segments)
         self.send = sends(floor.costs, floor.segments)
@@ -77,6 +91,7 @@ class _Pass:
             for kind in lot.kinds
             if kind in (Kind.F, Kind.I, Kind.B)
         }
+        self.chains = self._chains() if by_chain else None
         self.at = [0] * len(lots)
         self.runner: list[int | None] = [lot.holder for lot in lots]
         self.made: dict[tuple[Cell, bool], float] = {}
@@ -141,6 +156,31 @@ class _Pass:
             return Cell(step, segment + 1, micro), False
         return None
 
+    def _chains(self) -> dict[tuple[int, int], float]:
+        """By lot and place in it: how long the chain of actions is that begins there."""
+        takers: dict[tuple[Cell, bool], list[tuple[int, int]]] = {}
+        for number, lot in enumerate(self.lots):
+            for index, kind in enumerate(lot.kinds):
+                needs = self._needs(lot, kind)
+                if needs is not None:
+                    takers.setdefault(needs, []).append((number, index))
+        found: dict[tuple[int, int], float] = {}
+
+        def chain(number: int, index: int) -> float:
+            if (number, index) not in found:
+                lot = self.lots[number]
+                kind = lot.kinds[index]
+                after = [(number, index + 1)] if index + 1 < len(lot.kinds) else []
+                after += takers.get((lot.cell, kind is Kind.F), []) if kind is not Kind.W else []
+                price = self.price[kind][lot.cell.segment]
+                found[number, index] = price + max((chain(*each) for each in after), default=0.0)
+            return found[number, index]
+
+        for number, lot in enumerate(self.lots):
+            for index in range(len(lot.kinds)):
+                chain(number, index)
+        return found
+
     def _shut(self, lot: Lot) -> bool:
         """Whether an older step has to be added up first, in this stage or in all."""
         step, stage = lot.cell.step, self._stage(lot)
@@ -150,7 +190,8 @@ class _Pass:
 
     def _queue(self, number: int, kind: Kind) -> None:
         lot = self.lots[number]
-        order = (lot.cell.step, _RANK[kind], lot.cell.micro, number)
+        rank = _RANK[kind] if self.chains is None else -self.chains[number, self.at[number]]
+        order = (lot.cell.step, rank, lot.cell.micro, number)
         worker = self.runner[number]
         if worker is None:
             worker = self.home.get(lot.cell[1:])

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from culm.plan.lineage import Cell, Missing, Standing, lineage
-from culm.plan.place import Floor, Task, place
+from culm.plan.place import Floor, Task, best
 from culm.schedule import UNIT, Action, Costs, Kind
 from culm.schedule.action import BACKWARD
 
@@ -102,6 +102,7 @@ class Scene:
     first: int
     """The first step that is not committed."""
     split: bool = True
+    """Whether backward is split in the plan from now on; where it is not, a recovery may still be shorter if it is."""
     joint: bool = False
     costs: Costs = UNIT
     home: Mapping[tuple[int, int], int] = field(default_factory=dict)
@@ -112,7 +113,6 @@ def recover(scene: Scene, standings: Mapping[int, Standing]) -> Recovery:
     """The least that completes all open steps, placed on holders."""
     steps = tuple(range(scene.first, _last(standings, scene.first) + 1))
     usable = {slot: _of_runners(standing, slot, scene) for slot, standing in standings.items()}
-    missing = lineage(usable, steps, segments=scene.segments, micro_batches=scene.micro_batches, split=scene.split)
     floor = Floor(
         stages=scene.stages,
         segments=scene.segments,
@@ -122,7 +122,11 @@ def recover(scene: Scene, standings: Mapping[int, Standing]) -> Recovery:
         costs=scene.costs,
         joint=scene.joint,
     )
-    placed = place(missing.lots, floor, scene.home)
+    shape = {"segments": scene.segments, "micro_batches": scene.micro_batches}
+    found = [lineage(usable, steps, **shape, split=split) for split in ((True,) if scene.split else (False, True))]
+    missing, placed = min(
+        ((missing, best(missing.lots, floor, scene.home)) for missing in found), key=lambda pair: pair[1].makespan
+    )
     return Recovery(
         steps=steps,
         lists=tuple(tuple((step, str(action), again) for step, action, again in row) for row in placed.lists),

@@ -55,7 +55,9 @@ class Shadows:
             if holding is not None and holding.version < step and self._sums_here(holding):
                 await self._step(holding)
                 return True
-        return self.epoch.eager and 0 < self._forward_s <= seconds and await self._run_ahead(step)
+        if step < self.epoch.start or not 0 < self._forward_s <= seconds:  # in a recovery others wait for this worker
+            return False
+        return self.epoch.eager and await self._run_ahead(step)
 
     def begin(self, step: int) -> None:
         """A step begins: all forwards of it could find a bubble. Its first waits are measured against own forwards."""
