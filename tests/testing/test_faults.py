@@ -247,7 +247,7 @@ def test_where_there_is_a_checkpoint_all_nodes_but_one_may_be_lost(seed: int, sh
 def test_drawn_faults_are_of_all_kinds() -> None:
     drawn = [draw_faults(random.Random(seed), PLAN, strategy="shadow", steps=4, lease_s=2.0) for seed in range(300)]
     words = {fault.word for faults in drawn for fault in faults.all}
-    assert words == {"kill", "pause", "partition", "late", "slow_link", "slow_disk", "reorder", "lose"}
+    assert words == {"kill", "pause", "partition", "join", "late", "slow_link", "slow_disk", "reorder", "lose"}
     kills = [fault for faults in drawn for fault in faults.all if isinstance(fault, Kill)]
     assert any(len(kill.nodes) > 1 for kill in kills)
     assert {"standing", "adopt", "commit"} <= {kill.at for kill in kills}

@@ -95,6 +95,8 @@ class Agent:
                         elif await self._elected():
                             break
                     before = value or before
+        if await self.store.get("result") is not None:
+            return  # who led has finished: there is nothing left to lead
         seams = (self.transport, self.clock, self.store)
         self._leader = Leader(self.job, setup, self.node, *seams, heir=before != b"")
         await self._leader.run()

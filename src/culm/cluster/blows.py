@@ -14,9 +14,9 @@ from culm.schedule.action import Action, Kind
 if TYPE_CHECKING:
     from culm.schedule import Plan
 
-MOMENTS = ("commit", "standing", "adopt")
+MOMENTS = ("commit", "standing", "adopt", "copy")
 """What nodes do beside actions: the leader is about to say that a step is committed; a worker is about to report what
-it has after a loss; a worker is about to take over a new epoch."""
+it has after a loss; a worker is about to take over a new epoch; a newcomer has the copy that it begins with."""
 _WORD = re.compile(r"\s*([a-z_]+)\s*=\s*(\S+)")
 
 
@@ -153,6 +153,19 @@ class Partition(Blow):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_seconds(self.word, self.seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Join(Blow):
+    """So many nodes come, with the next numbers: when one of `node` has done an action, or after a while."""
+
+    word: ClassVar[str] = "join"
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.count < 1:
+            raise UsageError(f"{self.word}: count is {self.count}: let at least 1 node come")
 
 
 def _weight_half(action: str | None) -> str | None:

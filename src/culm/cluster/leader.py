@@ -18,7 +18,7 @@ from culm import errors
 from culm.checkpoint import Catalog, ShardReceipt, Storage
 from culm.cluster.record import Record, decode_record
 from culm.cluster.recovered import Recovered
-from culm.cluster.regroup import Regrouped, first_shadows, homeless, regroup, restart, world_of
+from culm.cluster.regroup import Regrouped, first_shadows, homeless, protected, regroup, restart, seats, world_of
 from culm.cluster.setup import NodeRecord, Result, Setup, decode_node, encode
 from culm.cluster.store import Change
 from culm.cluster.summary import slot_label, speed, summarise
@@ -32,6 +32,7 @@ from culm.plan.layout import ahead
 from culm.plan.lineage import Standing
 from culm.runtime import epoch as letters
 from culm.runtime.epoch import Epoch, Member
+from culm.schedule import Plan
 
 if TYPE_CHECKING:
     from culm.cluster.store import Store
@@ -132,6 +133,12 @@ class Leader:
         self.began = clock.now()
         self.first_step_at: float | None = None
         self._ready: set[int] = set()
+        self._crew: set[int] = set()
+        """The nodes that every step waits for: all members but newcomers that are not level yet."""
+        self._arrived: set[int] = set()
+        """Newcomers that are level."""
+        self._savers: set[int] = set()
+        """The nodes that have a part of every checkpoint."""
         self._finish: int | None = None
         self._permitted = 0
         self._tasks: list[asyncio.Task[None]] = []
@@ -185,7 +192,7 @@ class Leader:
         found = letters.decode(epoch)
         assert isinstance(found, Epoch)
         self.epoch, self._published = found, epoch
-        self.ledger.regroup(len(self.epoch.alive))
+        self._muster(found)
         if record is not None:
             self._remember(decode_record(record))
         self.folder = RunFolder(self.setup.out, resumed_at=self.ledger.next_step)
@@ -195,8 +202,19 @@ class Leader:
             known = await self.store.get(f"nodes/{member.node}")
             if known is not None:
                 self.nodes[member.node] = decode_node(known)
-        await self._lose([m.node for m in self.epoch.alive if m.node not in self.nodes])
+        lost = [m.node for m in self.epoch.alive if m.node not in self.nodes]
+        await (self._lose(lost) if lost else self._halt([]))  # everyone has to hear who leads now
         return True
+
+    def _muster(self, epoch: Epoch) -> None:
+        """Who has to report what in an epoch: who runs something, or keeps a copy that counts."""
+        plan = Plan.from_text(epoch.plan)
+        level = {shadow.slot for shadow in epoch.shadows if not shadow.fresh}
+        members = {slot: member.node for slot, member in enumerate(epoch.members) if member is not None}
+        self._savers = {node for slot, node in members.items() if plan.stages_of(slot)}
+        self._crew = self._savers | {node for slot, node in members.items() if slot in level}
+        self._arrived.clear()
+        self.ledger.regroup(len(self._crew))
 
     def _remember(self, record: Record) -> None:
         ledger = self.ledger
@@ -258,7 +276,7 @@ class Leader:
         done = self._finish is not None and self.ledger.next_step >= self._finish
         if not done or self.epoch is None or self._halting is not None or self.shards:
             return False
-        return len(self.finals) == len(self.epoch.alive)
+        return self._crew <= self.finals.keys()
 
     def _aside(self, work: Coroutine[Any, Any, None]) -> None:
         self._tasks.append(asyncio.create_task(work))
@@ -311,7 +329,9 @@ class Leader:
     def _current(self, report: letters.StepReport | letters.EvaluationReport) -> bool:
         """What is said of an epoch that is being left is void: it will be said again in the next."""
         number = self.epoch.number if self.epoch is not None else 0
-        return self._halting is None and (isinstance(report, letters.EvaluationReport) or report.epoch == number)
+        if self._halting is not None or report.node not in self._crew:
+            return False
+        return isinstance(report, letters.EvaluationReport) or report.epoch == number
 
     async def _news(self, key: str, value: bytes | None) -> None:
         """A key of the store has changed."""
@@ -369,7 +389,7 @@ class Leader:
 
     def _waits_for_permission(self) -> bool:
         """Whether it is the user's turn: a hook or a launcher has to let the next step begin."""
-        ready = self.epoch is not None and len(self._ready) == len(self.epoch.alive)
+        ready = self.epoch is not None and self._crew <= self._ready
         return ready and self._finish is None and self._permitted <= self.ledger.next_step
 
     def _tell_halt(self, halting: _Halting) -> None:
@@ -421,22 +441,32 @@ class Leader:
         committed = self.ledger.next_step
         ready_made = self.plans.hits
         number, address = halting.number, self.transport.address
+        come = seats(self.setup, old, standings, committed, self._waiting())
         if self._nothing_learned(standings):
             setup = self.setup
-            made = restart(setup, old, number, address, standings.keys(), setup.start, setup.resume_from)
+            made = restart(setup, old, number, address, standings.keys(), setup.start, setup.resume_from, come)
         elif homeless(self.setup, standings, committed):
             step, saved = await self._newest(halting)
-            made = restart(self.setup, old, number, address, standings.keys(), step, saved)
+            made = restart(self.setup, old, number, address, standings.keys(), step, saved, come)
             self.ledger.rewind(step)
             self.folder.rewind(step)
         else:
-            moving = self._moving(standings)
-            made = regroup(self.setup, old, number, address, standings, committed, plans=self.plans, moving=moving)
+            made = regroup(
+                self.setup,
+                old,
+                number,
+                address,
+                standings,
+                committed,
+                plans=self.plans,
+                moving=self._moving(standings),
+                arrivals=come,
+            )
         self._halting = None
         self._recovering = _Recovering(halting, self.clock.now(), made)
         self._first_sign = None
         self.epoch = made.epoch
-        self.ledger.regroup(len(made.epoch.alive))
+        self._muster(made.epoch)
         self.checkpoints = [step for step in self.checkpoints if step <= made.epoch.start]
         self.finals.clear()
         self.shards.clear()
@@ -484,7 +514,7 @@ class Leader:
 
     def _note_risk(self) -> None:
         """Time at risk: while a layer has one holder alone, its loss would cost more than a pause."""
-        at_risk = self.epoch is not None and any(shadow.fresh for shadow in self.epoch.shadows)
+        at_risk = self.epoch is not None and not protected(self.epoch)
         now = self.clock.now()
         if self._risk_since is not None:
             self.at_risk_s += now - self._risk_since
@@ -503,8 +533,27 @@ class Leader:
         self.epoch = msgspec.structs.replace(self.epoch, shadows=shadows)
         self._note_risk()
         self._event("protected", node=message.node, stage=message.stage)
-        if self._halting is None and any(shadow.moves and not shadow.fresh for shadow in shadows):
+        if message.node not in self._crew:  # it takes its place at the next commit, which waits for it already
+            self._crew.add(message.node)
+            self._arrived.add(message.node)
+            self.ledger.workers = len(self._crew)
+        elif self._halting is None and any(shadow.moves and not shadow.fresh for shadow in shadows):
             await self._halt([])  # its copy is complete: it can move
+
+    def _waiting(self) -> list[Member]:
+        """The nodes that could come in and have no slot, in the order of their numbers."""
+        assert self.epoch is not None
+        idle = [record for record in self.nodes.values() if self.epoch.slot_of(record.node) is None]
+        return [Member(record.node, record.worker) for record in sorted(idle, key=lambda record: record.node)]
+
+    async def _grow(self) -> None:
+        """At a commit: whoever waits comes in, and whoever has caught up takes its place, all in one new epoch."""
+        assert self.epoch is not None
+        if self._finish is not None or self._halting is not None or self._recovering is not None:
+            return
+        room = None in self.epoch.members and bool(self._waiting())
+        if room or self._arrived:
+            await self._halt([])
 
     def _moving(self, standings: Mapping[int, Standing]) -> list[int]:
         """The slots whose workers have a complete copy of the stage that they are to move to."""
@@ -559,10 +608,22 @@ class Leader:
         """An agent is up, and then its worker; when all are, the epoch begins."""
         if not record.worker:
             return
+        if self.epoch is not None and self._differs(record):
+            return
         self.nodes[record.node] = record
         self._event("node_joined", node=record.node)
         if len(self.nodes) == self.setup.nodes and self.epoch is None:
             await self._publish()
+
+    def _differs(self, record: NodeRecord) -> bool:
+        """Whether a node computes otherwise than those that train: then it is left out, and they are not disturbed."""
+        assert self.epoch is not None
+        others = {other.fingerprint for other in self.nodes.values()}
+        if not self.job.exact or self.epoch.slot_of(record.node) is not None or others <= {record.fingerprint}:
+            return False
+        why = f"it is {record.fingerprint}, the others {'; '.join(sorted(others))}: exact results need one kind"
+        self._event("refused", node=record.node, why=why)
+        return True
 
     def lost(self, node: int) -> NodeLost:
         """What there is to say when a node is gone."""
@@ -626,6 +687,7 @@ class Leader:
             beat_s=self.timeouts.beat if setup.strategy != "none" else 0.0,
             committed=setup.start,
         )
+        self._muster(self.epoch)
         self._event("epoch", number=1, members=[m.node for m in self.epoch.alive], segments=setup.segments)
         await self._put_epoch(self.epoch)
         if setup.strategy != "none":
@@ -638,7 +700,7 @@ class Leader:
             return
         self._event("ready", node=message.node, seconds=message.seconds)
         self._ready.add(message.node)
-        if len(self._ready) < len(self.epoch.alive):
+        if not self._crew <= self._ready:
             return
         self.first_step_at = self.first_step_at or self.clock.now()
         if self._recovering is not None:
@@ -673,6 +735,8 @@ class Leader:
             self._end_before(done.step + 1)
         elif self.setup.gate == "hook":
             self._permit(done.step + 2)
+        if self.epoch is not None and self.epoch.kept:
+            await self._grow()
 
     def _metrics(self, done: CommittedStep) -> dict[str, Any]:
         extra = {"norm": done.norm, "eval_loss": done.evaluation}
@@ -700,7 +764,7 @@ class Leader:
         parts = self.shards.setdefault(report.step, {})
         parts[report.node] = report
         assert self.epoch is not None
-        if len(parts) < len(self.epoch.alive):
+        if not self._savers <= parts.keys():
             return
         catalog = Catalog(Storage(self.folder.checkpoints or ""))
         receipts = [ShardReceipt(r.name, r.sha256, r.size, r.tensors) for r in parts.values()]

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
 
 from culm.cluster.setup import Setup
 from culm.plan.ahead import Plans
-from culm.plan.layout import Layout, World, arrange_around, first_layout, orphaned
+from culm.plan.layout import Layout, World, arrange_around, first_layout, orphaned, vacant
 from culm.plan.lineage import Standing
 from culm.plan.place import Floor, place, whole_step
 from culm.plan.recover import Recovery, Scene, recover
 from culm.runtime.epoch import Epoch, Member, Shadow
 from culm.schedule import UNIT, Costs, Kind, Plan
+
+NOBODY: Mapping[int, Member] = {}
 
 
 @dataclass(frozen=True)
@@ -40,11 +43,19 @@ def homeless(setup: Setup, standings: Mapping[int, Standing], committed: int) ->
 
 
 def restart(
-    setup: Setup, old: Epoch, number: int, leader: str, left: Collection[int], step: int, saved: str | None
+    setup: Setup,
+    old: Epoch,
+    number: int,
+    leader: str,
+    left: Collection[int],
+    step: int,
+    saved: str | None,
+    arrivals: Mapping[int, Member] = NOBODY,
 ) -> Regrouped:
-    """The epoch in which the workers of the slots that are left build everything anew: from a checkpoint, or as the run
-    began. A stage that has lost all its own goes to whoever has least."""
+    """The epoch in which the workers of the slots that are left, and newcomers, build everything anew: from a
+    checkpoint, or as the run began. A stage that has lost all its own goes to whoever has least."""
     full = Plan.from_text(setup.plan)
+    left = {*left, *arrivals}
     held = {slot: {slot % full.stages} for slot in left}
     for shadow in first_shadows(setup):
         if shadow.slot in held:
@@ -61,7 +72,7 @@ def restart(
         memory=setup.activations,
     )
     layout = arrange_around(world)
-    members = tuple(member if slot in left else None for slot, member in enumerate(old.members))
+    members = _members(old, left, arrivals)
     epoch = msgspec.structs.replace(
         old,
         number=number,
@@ -91,12 +102,14 @@ def regroup(
     *,
     plans: Plans | None = None,
     moving: Collection[int] = (),
+    arrivals: Mapping[int, Member] = NOBODY,
 ) -> Regrouped:
     """The epoch in which the survivors, by slot, complete the open steps and then go on. Every stage has a holder.
 
     Workers in `moving` have a copy of another stage by now: they complete what is open where they were, and then leave
-    their own stage for that one.
+    their own stage for that one. Who arrives gets a copy of a stage that misses a worker, to run it when level.
     """
+    standings = {**standings, **{slot: Standing() for slot in arrivals}}
     world = world_of(setup, standings, committed, old, plans)
     now = arrange_around(world)
     layout = arrange_around(_left(world, moving)) if moving else now
@@ -115,7 +128,7 @@ def regroup(
     )
     kept = {slot: _pruned(slot, standing, (now, layout)) for slot, standing in standings.items()}
     recovery = recover(scene, kept)
-    members = tuple(member if slot in standings else None for slot, member in enumerate(old.members))
+    members = _members(old, standings, arrivals)
     epoch = msgspec.structs.replace(
         old,
         number=number,
@@ -132,6 +145,32 @@ def regroup(
         recovery=recovery,
     )
     return Regrouped(epoch, layout, _why(old, members, layout), layout.source)
+
+
+def seats(
+    setup: Setup, old: Epoch, standings: Mapping[int, Standing], committed: int, waiting: Sequence[Member]
+) -> dict[int, Member]:
+    """By slot: who of those that wait comes in. First where nobody runs the stage of the slot in its place, and of
+    those where the stage has the fewest holders. More nodes than slots: the rest goes on waiting."""
+    world = world_of(setup, standings, committed, old, None)
+    wanted = vacant(world)
+    holders = Counter(stage for held in world.held.values() for stage in held)
+    empty = [slot for slot in range(len(old.members)) if slot not in standings]
+    empty.sort(key=lambda slot: (slot not in wanted, holders[slot % setup.stages], slot))
+    return dict(zip(empty, waiting, strict=False))
+
+
+def protected(epoch: Epoch) -> bool:
+    """Whether every stage has two holders."""
+    plan = Plan.from_text(epoch.plan)
+    level = [(shadow.stage, shadow.slot) for shadow in epoch.shadows if not shadow.fresh]
+    holders = [{*plan.holders_of(stage), *(slot for at, slot in level if at == stage)} for stage in range(plan.stages)]
+    return all(len(each) > 1 for each in holders)
+
+
+def _members(old: Epoch, left: Collection[int], arrivals: Mapping[int, Member]) -> tuple[Member | None, ...]:
+    stay = (member if slot in left else None for slot, member in enumerate(old.members))
+    return tuple(arrivals.get(slot, member) for slot, member in enumerate(stay))
 
 
 def world_of(
@@ -160,9 +199,14 @@ def _left(world: World, moving: Collection[int]) -> World:
 
 
 def _held(standings: Mapping[int, Standing], committed: int) -> dict[int, frozenset[int]]:
-    """Who holds what. A copy that is behind what is committed can not catch up any more: its sums are gone."""
+    """Who holds what. A copy that is behind what is committed can not catch up any more: its sums are gone. One that
+    was made after a step that is still open could not run anything of it again."""
     return {
-        slot: frozenset(stage for stage, version in standing.versions.items() if version >= committed)
+        slot: frozenset(
+            stage
+            for stage, version in standing.versions.items()
+            if version >= committed >= standing.since.get(stage, committed)
+        )
         for slot, standing in standings.items()
     }
 
@@ -189,7 +233,7 @@ def _evaluation(setup: Setup, layout: Layout) -> str | None:
     if setup.evaluation is None:
         return None
     full = Plan.from_text(setup.evaluation)
-    if not layout.plan.failed:
+    if not layout.plan.failed and not layout.plan.held:
         return setup.evaluation
     floor = Floor(
         stages=full.stages, segments=full.segments, workers=len(layout.plan.workers), runners=layout.runners, ahead=None
@@ -205,14 +249,36 @@ def _why(old: Epoch, members: tuple[Member | None, ...], layout: Layout) -> str:
     gone = [m.node for m, left in zip(old.members, members, strict=True) if m is not None and left is None]
     before = dict(Plan.from_text(old.plan).held)
     moved = [f"slot {slot} runs stage {stages[0]}" for slot, stages in layout.plan.held if before.get(slot) != stages]
+    come = _come(old, members, layout)
+    if not gone and come:
+        return "; ".join(come)
     if not gone and moved:
         return f"{', '.join(moved)} from now on: a hole hurts less where it was"
     if not gone:
         return "nobody is lost: what was on its way is sent again"
     nodes = f"node {gone[0]} is" if len(gone) == 1 else f"nodes {', '.join(map(str, gone))} are"
     how = {"peers": "peers run its micro-batches", "shadow": "who kept a copy of its layers stands in"}[layout.source]
-    fresh = [f"stage {r.stage} to slot {r.slot}" for r in layout.replicas if r.fresh and not r.moves]
+    fresh = [
+        f"stage {r.stage} to slot {r.slot}"
+        for r in layout.replicas
+        if r.fresh and not r.moves and layout.plan.stages_of(r.slot)
+    ]
     copies = f"; a new copy of {', '.join(fresh)} is made, as one holder would be left" if fresh else ""
     leaving = [f"slot {r.slot} to stage {r.stage}" for r in layout.replicas if r.moves]
     moves = f"; {', '.join(leaving)} will move, as a hole hurts less where it is" if leaving else ""
-    return f"{nodes} gone: {how}{copies}{moves}"
+    return "; ".join([f"{nodes} gone: {how}{copies}{moves}", *come])
+
+
+def _come(old: Epoch, members: tuple[Member | None, ...], layout: Layout) -> list[str]:
+    """What there is to say of nodes that join, and of those that have caught up."""
+    before, told = Plan.from_text(old.plan), []
+    for slot, member in enumerate(members):
+        stages = layout.plan.stages_of(slot)
+        if member is None:
+            continue
+        if stages and old.slot_of(member.node) is not None and not before.stages_of(slot):
+            told.append(f"node {member.node} has caught up and runs stage {stages[0]}")
+        elif not stages and old.slot_of(member.node) is None:
+            copies = [str(replica.stage) for replica in layout.replicas if replica.slot == slot]
+            told.append(f"node {member.node} joins: it follows stage {' and '.join(copies)} until it is level")
+    return told

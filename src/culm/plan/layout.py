@@ -82,12 +82,14 @@ def arrange_around(world: World) -> Layout:
     plan = _plan(world, runners, stand_ins)
     home = _home(world, stand_ins)
     replicas = _replicas(world, runners)
-    moves = [
-        Replica(stage, worker, _source(world, runners[stage], worker), fresh=True, moves=True)
-        for worker, stage in _moves(world, stand_ins)
-        if (worker, stage) not in {(replica.slot, replica.stage) for replica in replicas}
+    known = {(replica.slot, replica.stage) for replica in replicas}
+    more = [
+        Replica(stage, worker, _source(world, runners[stage], worker), fresh=True, moves=moves)
+        for found, moves in ((_arrivals(world, runners), False), (_moves(world, stand_ins), True))
+        for worker, stage in found
+        if (worker, stage) not in known
     ]
-    return Layout(plan, runners, (*replicas, *moves), home, "shadow" if stand_ins else "peers")
+    return Layout(plan, runners, (*replicas, *more), home, "shadow" if stand_ins else "peers")
 
 
 def _home(world: World, stand_ins: Mapping[int, int]) -> dict[tuple[int, int], int]:
@@ -133,6 +135,28 @@ def _moved(world: World) -> dict[int, int]:
     return found
 
 
+def vacant(world: World) -> list[int]:
+    """The slots that nobody is there for, neither the worker of the slot nor one that has moved."""
+    moved = _moved(world)
+    return [slot for slot in range(len(world.plan.workers)) if not _own(world, slot) and slot not in moved]
+
+
+def newcomers(world: World) -> list[int]:
+    """The slots of workers that are there and hold nothing yet."""
+    return [slot for slot, held in sorted(world.held.items()) if not held]
+
+
+def _arrivals(world: World, runners: Mapping[int, tuple[int, ...]]) -> list[tuple[int, int]]:
+    """(worker, stage): the copies that newcomers get, to run once they have caught up: of the stage of their own slot
+    or, if somebody has moved there, of the one that has the fewest runners."""
+    free, found = vacant(world), []
+    for worker in newcomers(world):
+        slot = min(free, key=lambda slot: (slot != worker, len(runners[slot % world.plan.stages]), slot))
+        free.remove(slot)
+        found.append((worker, slot % world.plan.stages))
+    return found
+
+
 def _stand_ins(world: World) -> dict[int, int]:
     """By empty slot: the worker that stands in for it, where one has to or the strategy wants it so."""
     P = world.plan.stages
@@ -174,7 +198,8 @@ def _plan(world: World, runners: Mapping[int, tuple[int, ...]], stand_ins: Mappi
         return full
     moved = _moved(world)
     if stand_ins == moved and full.segments == full.stages:
-        return _renamed(world.plans.best(_case(world, set(failed) - set(moved))).plan, world, moved)
+        left = set(failed) - set(moved)
+        return _renamed(world.plans.best(_case(world, left)).plan if left else full, world, moved)
     split = any(action.kind is Kind.W for row in full.workers for action in row)
     return _merged(world, runners, stand_ins, split)
 
@@ -197,7 +222,8 @@ def _renamed(plan: Plan, world: World, moved: Mapping[int, int]) -> Plan:
     rows = list(plan.workers)
     for slot, worker in moved.items():
         rows[worker], rows[slot] = plan.workers[slot], ()
-    failed = tuple(slot for slot in range(len(rows)) if slot not in world.held)
+    fills = moved.values()
+    failed = tuple(slot for slot in range(len(rows)) if not _own(world, slot) and slot not in fills)
     held = tuple(sorted((worker, (slot % plan.stages,)) for slot, worker in moved.items()))
     return replace(plan, workers=tuple(rows), failed=failed, held=held)
 
@@ -215,6 +241,8 @@ def _moves(world: World, stand_ins: Mapping[int, int]) -> list[tuple[int, int]]:
     """(worker, stage): who should leave its stage for another, so that the holes are where they hurt least."""
     full = world.plan
     if world.strategy in SHADOWING or full.segments != full.stages or full.pipelines == 1 or stand_ins:
+        return []
+    if newcomers(world):
         return []
     failed = {slot for slot in range(len(full.workers)) if not _own(world, slot)}
     if len(failed) < 2:

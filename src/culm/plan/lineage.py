@@ -32,6 +32,8 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
 
     versions: dict[int, int] = {}
     """By stage that it holds: the step that its weights are for. Weights of open steps before that are kept too."""
+    since: dict[int, int] = {}
+    """By stage that came as a copy: the step that the copy was for. Of steps before it there are no weights here."""
     forwards: tuple[Cell, ...] = ()
     """F is done and its tape is here."""
     halves: tuple[Cell, ...] = ()

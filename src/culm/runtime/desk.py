@@ -76,7 +76,7 @@ class Holding:
         self.job, self.stage, self.spans = job, stage, spans
         self.state = State(job, [layer for span in spans.values() for layer in span], device)
         self.segments = {g: Segment(job, self.state, span) for g, span in spans.items()}
-        self.version = version
+        self.version = self.since = version
         self._old: dict[int, dict[str, Tensor]] = {}
 
     def remember(self) -> None:
@@ -157,14 +157,16 @@ class Desk:
             for g, s in h.segments.items()
             for key, tape in s.tapes.items()
         ]
+        here = {g for holding in self.holdings.values() for g in holding.segments}
         return Standing(
             versions={stage: holding.version for stage, holding in self.holdings.items()},
+            since={stage: holding.since for stage, holding in self.holdings.items() if holding.since > 0},
             forwards=tuple(Cell(step, g, micro) for g, (step, micro), tape in tapes if not tape.halved),
             halves=tuple(Cell(step, g, micro) for g, (step, micro), tape in tapes if tape.halved),
             summed=tuple(self._summed()),
             outputs=tuple(self._kept_cells(Kind.F)),
             gradients=tuple(self._kept_cells(Kind.I)),
-            sums=tuple((step, g) for step, open_step in self.steps.items() for g in open_step.sums),
+            sums=tuple((step, g) for step, open_step in self.steps.items() for g in open_step.sums if g in here),
         )
 
     def _summed(self) -> Iterable[Cell]:

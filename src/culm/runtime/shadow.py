@@ -37,7 +37,9 @@ class Shadows:
         mine = [shadow for shadow in self.epoch.shadows if shadow.slot == executor.slot]
         self.level = {shadow.stage: shadow for shadow in mine if not shadow.fresh}
         self.fresh = {shadow.stage: shadow for shadow in mine if shadow.fresh}
-        self.desk.lags = self.epoch.start if self.fresh else None
+        self.stale = {stage for stage in self.fresh if stage in self.desk.holdings}
+        """Copies that nobody counts on any more: new ones come in their place."""
+        self._note_lag()
         self.eager_run = self.eager_due = 0
         self._forward_s = 0.0
         """How long a forward of a replica takes; at first, how long one of the worker's own does."""
@@ -52,7 +54,9 @@ class Shadows:
             if self._take_copy(stage):
                 return True
             holding = self.desk.holdings.get(stage)
-            if holding is not None and holding.version < step and self._sums_here(holding):
+            if holding is None or stage in self.stale:
+                continue
+            if holding.version < step and self._sums_here(holding):
                 await self._step(holding)
                 return True
         if step < self.epoch.start or not 0 < self._forward_s <= seconds:  # in a recovery others wait for this worker
@@ -73,10 +77,36 @@ class Shadows:
         for stage in self.level:
             holding = self.desk.holdings[stage]
             while holding.version < step:
-                for g in holding.segments:
-                    if g not in self.desk.step(holding.version).sums:
-                        await self.executor.take(holding.version, g)
+                await self._take_sums(holding)
                 await self._step(holding)
+
+    async def follow(self, step: int) -> None:
+        """For a worker that runs nothing yet: take the copies, and make all steps up to this one with the sums that
+        come for them."""
+        for stage in self.fresh:
+            if stage not in self.desk.holdings:
+                key = Key(self.epoch.number, self.epoch.start, f"state {stage}")
+                self._restore(stage, await self.executor.transport.receive(key))
+                await self.executor.clock.work(self.executor.node, self.epoch.start, "copy")
+        for stage in (*self.level, *self.fresh):
+            holding = self.desk.holdings[stage]
+            while holding.version <= step:
+                await self._take_sums(holding)
+                await self.closing.close(holding.version, [holding], told=())
+        self._note_lag()
+
+    def arrive(self, committed: int) -> None:
+        """For a worker that runs nothing yet: once its copies have made every step that is committed they count, and
+        the next one waits for it. Steps that were open when the copy was made it knows nothing of."""
+        behind = [stage for stage in self.fresh if self.desk.holdings[stage].version < committed]
+        if committed >= self.epoch.start and not behind:
+            for shadow in [*self.fresh.values()]:
+                self._counts(shadow)
+
+    async def _take_sums(self, holding: Holding) -> None:
+        for g in holding.segments:
+            if g not in self.desk.step(holding.version).sums:
+                await self.executor.take(holding.version, g)
 
     async def _step(self, holding: Holding) -> None:
         await self.closing.close(holding.version, [holding], told=())
@@ -86,12 +116,23 @@ class Shadows:
         fresh = self.fresh.get(holding.stage)
         if fresh is None:
             return
-        self.desk.lags = holding.version
+        self._note_lag()
         ahead = max((h.version for h in self.desk.holdings.values()), default=0)
-        if holding.version >= ahead:  # from here on it counts, and no step is reported that it has not made
-            self.level[fresh.stage] = self.fresh.pop(fresh.stage)
-            self.desk.lags = None
-            self._told(fresh)
+        if holding.version >= ahead:
+            self._counts(fresh)
+
+    def _counts(self, shadow: Shadow) -> None:
+        """From here on a copy counts, and no step is reported that it has not made."""
+        self.level[shadow.stage] = self.fresh.pop(shadow.stage)
+        self._note_lag()
+        self._told(shadow)
+
+    def _note_lag(self) -> None:
+        """What is known of a step stays as long as a copy on its way has yet to make it."""
+        copies = {stage: self.desk.holdings.get(stage) for stage in self.fresh if stage not in self.stale}
+        taken = [holding.version for holding in copies.values() if holding is not None]
+        awaited = [self.epoch.start] * (len(self.fresh) - len(taken))
+        self.desk.lags = min((*taken, *awaited), default=None)
 
     def _sums_here(self, holding: Holding) -> bool:
         """Take what has come; whether all of it has."""
@@ -112,11 +153,19 @@ class Shadows:
         frame = self.executor.transport.arrived(Key(self.epoch.number, self.epoch.start, f"state {stage}"))
         if frame is None:
             return False
-        holding = holding_of(self.executor, stage, self.epoch.start)
-        holding.state.restore(unpacked(frame))
-        self.desk.holdings[stage] = holding
-        self._level(holding)
+        self._level(self._restore(stage, frame))
         return True
+
+    def _restore(self, stage: int, frame: Tensors) -> Holding:
+        holding = self.desk.holdings[stage] = holding_of(self.executor, stage, self.epoch.start)
+        holding.state.restore(unpacked(frame))
+        return holding
+
+    def drop_stale(self) -> None:
+        """The open steps are complete: nobody needs the old copies any more."""
+        for stage in self.stale:
+            del self.desk.holdings[stage]
+        self.stale = set()
 
     async def _run_ahead(self, step: int) -> bool:
         """The forward of a replica for a micro-batch whose input lies here."""

@@ -181,18 +181,35 @@ class Worker:
         await self._recover(executor, closing)
         self._tidy(executor)
         send_copies(executor)
-        step = epoch.start
-        if epoch.recovery.steps:
+        await (self._work(executor, closing) if executor.segments else self._follow(executor, shadows))
+        self.transport.post(epoch.leader, encode(self._final(executor)))
+
+    async def _work(self, executor: Executor, closing: Closing) -> None:
+        """Run steps until the run ends."""
+        step = executor.epoch.start
+        if executor.epoch.recovery.steps:
             await self._after(executor, step)
         while await self._may_run(executor, step):
             await self._step(executor, closing, step)
             step += 1
             await self._after(executor, step)
-        await shadows.catch_up(step)
-        self._report_closed(executor)
+        await self._catch_up(executor, step)
         await self._save(executor, step)
         await self._saved()
-        self.transport.post(epoch.leader, encode(self._final(executor)))
+
+    async def _follow(self, executor: Executor, shadows: Shadows) -> None:
+        """A worker that runs nothing yet makes the steps of its copies, until it is level and another epoch begins."""
+        step = executor.epoch.start
+        while await self._may_run(executor, step):
+            await shadows.follow(step)
+            shadows.arrive(self.committed)
+            self._report_closed(executor)
+            step += 1
+
+    async def _catch_up(self, executor: Executor, step: int) -> None:
+        if executor.shadows is not None:
+            await executor.shadows.catch_up(step)
+            self._report_closed(executor)
 
     def _level(self, epoch: Epoch, shadow: letters.Shadow) -> None:
         self.transport.post(epoch.leader, encode(letters.Level(self.node, epoch.number, shadow.stage)))
@@ -235,7 +252,7 @@ class Worker:
                         await executor.take(step, g)
             if lacking:
                 await closing.close(step, lacking, recovery.needy(step))
-            else:
+            elif recovery.versions[slot]:
                 await closing.tell(step, recovery.needy(step))
         self._report_closed(executor)
 
@@ -245,6 +262,8 @@ class Worker:
         mine |= {shadow.stage for shadow in executor.epoch.shadows if shadow.slot == executor.slot}
         for stage in [stage for stage in executor.desk.holdings if stage not in mine]:
             del executor.desk.holdings[stage]
+        if executor.shadows is not None:
+            executor.shadows.drop_stale()
 
     async def _may_run(self, executor: Executor, step: int) -> bool:
         """Wait until the leader permits the step, or says that the run ends before it.
@@ -257,9 +276,7 @@ class Worker:
                 return False
             if step < self.permit and (not executor.epoch.kept or step <= self.committed + 1):
                 return True
-            if executor.shadows is not None:
-                await executor.shadows.catch_up(step)
-                self._report_closed(executor)
+            await self._catch_up(executor, step)
             await self._news.wait()
 
     async def _step(self, executor: Executor, closing: Closing, step: int) -> None:
@@ -267,9 +284,7 @@ class Worker:
             executor.shadows.begin(step)
         await executor.step(step)
         start = self.clock.now()
-        if executor.shadows is not None:
-            await executor.shadows.catch_up(step)
-            self._report_closed(executor)
+        await self._catch_up(executor, step)
         held = [executor.desk.holdings[stage] for stage in executor.plan.stages_of(executor.slot)]
         await closing.close(step, held)
         now = self.clock.now()
@@ -283,7 +298,7 @@ class Worker:
         """Tell the leader of every step that all copies here have made: it needs nothing more from this worker."""
         level = executor.shadows.level if executor.shadows is not None else {}
         stages = [*executor.plan.stages_of(executor.slot), *level]
-        made = min(executor.desk.holdings[stage].version for stage in stages)
+        made = min((executor.desk.holdings[stage].version for stage in stages), default=0)
         for step in sorted(executor.desk.steps):
             if self._reported(executor.epoch) <= step < made:
                 self.transport.post(executor.epoch.leader, encode(self._report(executor, step)))
@@ -317,9 +332,7 @@ class Worker:
         job, epoch = self.job, executor.epoch
         known = epoch.kept and done <= self.committed  # the evaluation was complete before the last epoch ended
         if job.evaluate_every and done % job.evaluate_every == 0 and not known:
-            if executor.shadows is not None:
-                await executor.shadows.catch_up(done)
-                self._report_closed(executor)
+            await self._catch_up(executor, done)
             parts = await executor.evaluate(done - 1)
             if parts:
                 report = letters.EvaluationReport(self.node, done - 1, tuple(parts))

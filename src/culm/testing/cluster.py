@@ -127,7 +127,7 @@ class Cluster:
         self._nodes: dict[int, asyncio.Task[None]] = {}
         self.history = History()
         self.machines = Machines(network, self.store, self.history, lease_s)
-        self.fate = Fate(faults, self.machines, nodes=setup.nodes, latency=network.latency, seed=seed)
+        self.fate = Fate(faults, self.machines, nodes=setup.nodes, add=self.add, latency=network.latency, seed=seed)
         clock.hurt, network.way = self.fate, self.fate.way
 
     async def run(self, script: Script | None = None) -> Simulated:
@@ -136,11 +136,12 @@ class Cluster:
         result_at: list[float] = []
         self.store.listen("", self.history.heard)
         self.store.listen("result", lambda _: result_at.append(self.clock.now()))
-        self._nodes = {n: virtual_loop().on_node(n, self._node(n)) for n in range(self.setup.nodes)}
+        for _ in range(self.setup.nodes):
+            self.add()
         self.fate.begin()
         virtual_loop().explain_deadlocks(self.waits)
         scripted = [asyncio.ensure_future(script(self))] if script is not None else []
-        running = asyncio.gather(*self._nodes.values())
+        running = asyncio.ensure_future(self._all_ended())
         both: list[asyncio.Future[Any]] = [running, *scripted]
         try:
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
@@ -151,12 +152,31 @@ class Cluster:
             for task in both:
                 task.cancel()
             await asyncio.gather(*both, return_exceptions=True)
+            await self._end_nodes()
         result = decode_result(self.store.read("result") or encode(_NO_RESULT))
         if result.summary is None:
             raise result.failure()
         losses = [msgspec.msgpack.decode(steps.get_nowait().value or b"")["loss"] for _ in range(steps.qsize())]
         strikes = tuple(self.fate.strikes)
         return Simulated(result.summary, losses, self._snapshot(), result_at[0], self.history, strikes)
+
+    def add(self) -> int:
+        """A node comes, with the next number, and joins the run if there is room for it."""
+        number = len(self._nodes)
+        self._nodes[number] = virtual_loop().on_node(number, self._node(number))
+        return number
+
+    async def _all_ended(self) -> None:
+        """Until nothing runs on any node, also of those that come meanwhile. Raises what a node raised."""
+        while running := [task for task in self._nodes.values() if not task.done()]:
+            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+
+    async def _end_nodes(self) -> None:
+        for task in self._nodes.values():
+            task.cancel()
+        await asyncio.gather(*self._nodes.values(), return_exceptions=True)
 
     def kill(self, node: int) -> None:
         """Take a node away without notice: nothing is heard of it again, and every connection to it breaks."""

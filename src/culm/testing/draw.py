@@ -120,6 +120,11 @@ class _Drawing:
                 return faults.slow_disk(node, seconds=seconds)
         return faults.reorder(seconds=round(seconds / 20, 4), seed=self.dice.randrange(1000))
 
+    def grow(self, faults: Faults) -> Faults:
+        """Nodes come. Nothing counts on it: they may come too late, or to a cluster that is full."""
+        node = self.dice.randrange(self.nodes)
+        return faults.join(node, count=self.dice.choice((1, 1, 2)), **self.moment(node, again=bool(self.lost)))
+
     def drawn(self, kinds: Mapping[str, int]) -> str:
         return self.dice.choices(list(kinds), list(kinds.values()))[0]
 
@@ -133,6 +138,8 @@ def draw_faults(
     faults = Faults()
     for _ in range(dice.choice((1, 2, 2, 3, 3, 4))):
         faults = drawing.lose(faults) if dice.random() < 0.7 else drawing.hinder(faults)
+    if strategy in PEERS and dice.random() < 0.4:
+        faults = drawing.grow(faults)
     if saved_from is not None and strategy in PEERS and dice.random() < 0.5:
         faults = drawing.ruin(faults, saved_from)
     return faults

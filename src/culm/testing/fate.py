@@ -6,10 +6,11 @@ import asyncio
 import collections
 import functools
 import random
+from collections.abc import Callable
 from contextvars import Context
 from typing import TYPE_CHECKING, NamedTuple
 
-from culm.cluster.blows import Blow, Fault, Kill, Partition, Pause
+from culm.cluster.blows import Blow, Fault, Join, Kill, Partition, Pause
 from culm.errors import UsageError
 from culm.testing.faults import Faults, Late, LinkFault, Lose, Reorder, SlowDisk, SlowLink
 from culm.testing.machines import node_of
@@ -31,10 +32,20 @@ class Fate:
     """Strikes when the moment of a fault has come, once, and says how each parcel travels. Deterministic: what is
     random comes from the seed and from nothing else."""
 
-    def __init__(self, faults: Faults, machines: Machines, *, nodes: int, latency: float = 0.0, seed: int = 0) -> None:
-        self.faults, self.machines, self.latency = faults, machines, latency
+    def __init__(
+        self,
+        faults: Faults,
+        machines: Machines,
+        *,
+        nodes: int,
+        add: Callable[[], object],
+        latency: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        self.faults, self.machines, self.add, self.latency = faults, machines, add, latency
+        ever = nodes + sum(fault.count for fault in faults.all if isinstance(fault, Join))
         for fault in faults.all:
-            _check_nodes(fault, nodes)
+            _check_nodes(fault, ever)
         self.strikes: list[Strike] = []
         self._blows = [fault for fault in faults.all if isinstance(fault, Blow)]
         self._links = [fault for fault in faults.all if isinstance(fault, LinkFault)]
@@ -72,6 +83,9 @@ class Fate:
             case Pause():
                 for node in blow.nodes:
                     self.machines.pause(node, blow.seconds)
+            case Join():
+                for _ in range(blow.count):
+                    self.add()
             case Partition():
                 self.machines.cut_off(frozenset(blow.nodes), blow.seconds)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias
 
-from culm.cluster.blows import Fault, Kill, Partition, Pause, check_seconds
+from culm.cluster.blows import Fault, Join, Kill, Partition, Pause, check_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +133,19 @@ class Faults:
     ) -> Faults:
         """See Partition, and Blow for the moment."""
         return self + Partition(node=_nodes(node), seconds=seconds, at=at, step=step, nth=nth, after_s=after_s)
+
+    def join(
+        self,
+        node: Nodes = 0,
+        *,
+        count: int = 1,
+        at: str | None = None,
+        step: int | None = None,
+        nth: int = 1,
+        after_s: float | None = None,
+    ) -> Faults:
+        """Nodes come. See Join, and Blow for the moment, which is one of an action of `node`."""
+        return self + Join(node=_nodes(node), count=count, at=at, step=step, nth=nth, after_s=after_s)
 
     def lose(
         self,
