@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from culm.runtime.executor import Executor
     from culm.transport.base import Tensors
 
+_MARGIN = 1.25
+"""A bubble must be longer than what is run in it by so much, as no two steps take the same time."""
+
 
 class Shadows:
     """The replicas of one worker in one epoch."""
@@ -39,10 +42,15 @@ class Shadows:
         self.fresh = {shadow.stage: shadow for shadow in mine if shadow.fresh}
         self.desk.lags = self.epoch.start if self.fresh else None
         self.eager_run = self.eager_due = 0
+        self._took: dict[int, float] = {}
+        """Seconds of the last forward that was run ahead, by segment."""
         self._eager: dict[int, tuple[int, collections.deque[tuple[int, int]]]] = {}
 
-    async def spare(self, step: int) -> bool:
-        """Do one piece of work for a replica while the worker waits in a step; False: there is none."""
+    async def spare(self, step: int, room: float) -> bool:
+        """Do one piece of work for a replica while the worker waits in a step; False: there is none.
+
+        `room` is how many seconds it may take if it is nothing that has to be done anyway.
+        """
         for stage in (*self.level, *self.fresh):
             if self._take_copy(stage):
                 return True
@@ -50,7 +58,7 @@ class Shadows:
             if holding is not None and holding.version < step and self._sums_here(holding):
                 await self._step(holding)
                 return True
-        return self.epoch.eager and await self._run_ahead(step)
+        return self.epoch.eager and await self._run_ahead(step, room)
 
     async def catch_up(self, step: int) -> None:
         """Until every replica that counts has made all steps before this one."""
@@ -102,8 +110,8 @@ class Shadows:
         self._level(holding)
         return True
 
-    async def _run_ahead(self, step: int) -> bool:
-        """The forward of a replica for a micro-batch whose input lies here."""
+    async def _run_ahead(self, step: int, room: float) -> bool:
+        """The forward of a replica for a micro-batch whose input lies here, if the bubble is long enough."""
         for stage, shadow in self.level.items():
             holding = self.desk.holdings[stage]
             if holding.version != step:
@@ -112,7 +120,7 @@ class Shadows:
             if queue:
                 g, micro = queue[0]
                 given = self._input(step, g, micro)
-                if given is not None:
+                if given is not None and _MARGIN * self._took.get(g, 0.0) <= room:
                     queue.popleft()
                     await self._forward(step, holding, g, micro, given)
                     return True
@@ -134,6 +142,7 @@ class Shadows:
 
     async def _forward(self, step: int, holding: Holding, g: int, micro: int, given: Any) -> None:
         segment, target = holding.segments[g], None
+        began = self.executor.clock.now()
         if g == 0 or segment.last:
             made, target = micro_batch(self.executor.job, step, micro, self.desk.device)
             given = made if g == 0 else given
@@ -143,6 +152,7 @@ class Shadows:
         self.desk.keep(step, f"{g}F{micro}", tuple(value.cpu() for value in outputs))
         self.eager_run += 1
         await self.executor.clock.work(self.executor.node, step, f"{g}F{micro}")
+        self._took[g] = self.executor.clock.now() - began
 
 
 def holding_of(executor: Executor, stage: int, version: int) -> Holding:
