@@ -14,9 +14,10 @@ from typing import Any, NotRequired, Protocol, TypedDict
 
 from rich.table import Table
 
+from benchmarks import pipeline
 from benchmarks.job import LARGE, SMALL, Cut, GPTSpec, even_cut
-from benchmarks.paired import Comparison, compare, paired, steps_for
-from benchmarks.pipeline import Pipeline, cores, setting
+from benchmarks.paired import Comparison, compare
+from benchmarks.pipeline import Pipeline, cores, measure, setting
 
 STRATEGIES = ("reroute", "shadow-lazy", "shadow")
 SCHEDULE = "1f1b"
@@ -71,20 +72,19 @@ class Result(TypedDict):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Effort:
-    """How long the bench looks."""
+class Effort(pipeline.Effort):
+    """How long the bench looks, at one job."""
 
-    spec: GPTSpec
-    rounds: int
-    starts: int
-    """How often both sides are started anew: where processes land shifts all rounds of a start alike."""
-    round_s: float
     kills: int
     """Runs with a kill, for each strategy."""
 
+    @property
+    def spec(self) -> GPTSpec:
+        return self.jobs[0]
 
-FULL = Effort(spec=LARGE, rounds=21, starts=3, round_s=0.5, kills=4)
-QUICK = Effort(spec=SMALL, rounds=6, starts=2, round_s=0.3, kills=2)
+
+FULL = Effort(jobs=(LARGE,), rounds=24, starts=4, round_s=0.5, kills=4)
+QUICK = Effort(jobs=(SMALL,), rounds=6, starts=2, round_s=0.3, kills=2)
 
 
 def run(
@@ -129,8 +129,8 @@ def shape(strategy: str, cores: int) -> tuple[int, int]:
 def overhead(culm: Factory, effort: Effort, strategy: str, pipelines: int, stages: int) -> Cost:
     """The strategy beside `none`, in alternating rounds over several starts."""
     rounds, sides = [], []
-    for _ in range(effort.starts):
-        comparison, both = _started(culm, effort, strategy, pipelines, stages)
+    for number in range(effort.starts):
+        comparison, both = _started(culm, effort, strategy, pipelines, stages, none_first=number % 2 == 0)
         rounds.append(comparison)
         sides.append(both)
     found = compare([s for c in rounds for s in c.a_s], [s for c in rounds for s in c.b_s])
@@ -155,19 +155,17 @@ def overhead(culm: Factory, effort: Effort, strategy: str, pipelines: int, stage
 
 
 def _started(
-    culm: Factory, effort: Effort, strategy: str, pipelines: int, stages: int
+    culm: Factory, effort: Effort, strategy: str, pipelines: int, stages: int, *, none_first: bool
 ) -> tuple[Comparison, tuple[Watched, Watched]]:
+    """One start of both sides. Which comes first decides on which cores it lands, so they take turns in that, too."""
     cut = even_cut(effort.spec.blocks + 2, stages)
     with ExitStack() as stack:
-        none, ours = (
-            stack.enter_context(closing(culm(effort.spec, cut, SCHEDULE, strategy=name, pipelines=pipelines)))
-            for name in ("none", strategy)
-        )
-        for side in (none, ours):
-            side.round(2)
-        step_s = (none.round(1) + ours.round(1)) / 2
-        steps = steps_for(step_s, round_s=effort.round_s)
-        compared = paired(none, ours, rounds=effort.rounds // effort.starts, steps=steps, warmup=0)
+        sides = {
+            name: stack.enter_context(closing(culm(effort.spec, cut, SCHEDULE, strategy=name, pipelines=pipelines)))
+            for name in (("none", strategy) if none_first else (strategy, "none"))
+        }
+        none, ours = sides["none"], sides[strategy]
+        compared = measure(none, ours, effort)
     return compared, (none, ours)
 
 

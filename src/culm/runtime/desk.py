@@ -78,17 +78,31 @@ class Holding:
         self.segments = {g: Segment(job, self.state, span) for g, span in spans.items()}
         self.version = self.since = version
         self._old: dict[int, dict[str, Tensor]] = {}
+        self._spare: dict[str, Tensor] = {}
+        """Memory of weights that are needed no more: new memory would cost as much as what is written to it."""
 
     def remember(self) -> None:
         """Before a step: keep the weights that it moves, for whoever needs a tensor of the open step once more."""
-        if self.version not in self._old:
-            parameters = self.state.whole().parameters
-            self._old[self.version] = {name: value.clone() for name, value in parameters.items()}
+        if self.version in self._old:
+            return
+        parameters = self.state.whole().parameters
+        kept = self._spare or {name: torch.empty_like(value) for name, value in parameters.items()}
+        self._spare = {}
+        with torch.no_grad():
+            for name, value in parameters.items():
+                kept[name].copy_(value)
+        self._old[self.version] = kept
+
+    def remember_early(self) -> None:
+        """The same where the worker would otherwise wait: the weights do not move before the step ends. Not while those
+        of an earlier step are kept, so that this needs no more memory."""
+        if not self._old:
+            self.remember()
 
     def forget(self, committed: int) -> None:
         """Everything up to a step is committed."""
         for step in [step for step in self._old if step <= committed]:
-            del self._old[step]
+            self._spare = self._old.pop(step)
         for segment in self.segments.values():
             for step, micro in [key for key in segment.tapes if key[0] <= committed]:
                 del segment.tapes[step, micro]

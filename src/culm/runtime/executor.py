@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 _BUCKET = 25 << 20
 """Bytes that are added up over the pipelines at once: large enough for the wire, small enough to copy."""
+_WAITS = 3
+"""How many steps back a wait is looked at: a bubble that was too short once is left alone for so long."""
 _YIELD_S = 0.02
 """How long the loop may run without letting letters in."""
 
@@ -56,8 +58,6 @@ class Op:
     """Whether a later action of this worker takes its output."""
     again: bool = False
     """Run for its output alone: nothing is counted and no tape stays."""
-    wait_s: float = 0.0
-    """How long it had to wait for its frame in the step before."""
 
 
 class Executor:
@@ -84,6 +84,8 @@ class Executor:
         self._home: dict[str, Values | Tensors] = {}
         self._reducing: dict[tuple[int, int], asyncio.Task[None]] = {}
         self._yielded = clock.now()
+        self._waits: dict[str, collections.deque[float]] = {}
+        """By the frame that was waited for: how long, in the last steps."""
 
     def _run_here(self, stages: Iterable[int]) -> dict[int, Segment]:
         found = {g: segment for stage in stages for g, segment in self.desk.holdings[stage].segments.items()}
@@ -243,33 +245,38 @@ class Executor:
             key = Key(self.epoch.number, step, op.source)
             found = self.transport.arrived(key)
             if found is None:
-                found = await self._wait(step, op, key)
+                found = await self._wait(step, key)
             return _placed(found, self.desk.device)
         if op.home is None:
             return ()
         left = self._home.pop(op.home, None)
         return left if left is not None else _placed(self.desk.step(step).outputs[op.home], self.desk.device)
 
-    async def _wait(self, step: int, op: Op, key: Key) -> Tensors:
-        """A bubble: look after replicas, if there are any, until the frame has come.
-
-        How long this place of the list waits is learned from step to step, so that nothing is begun there that would
-        take longer.
-        """
+    async def _wait(self, step: int, key: Key) -> Tensors:
+        """A bubble: look after replicas, if there are any, until the frame has come."""
         began = self.clock.now()
-        found = None
-        while self.shadows is not None and await self.shadows.spare(step, op.wait_s - (self.clock.now() - began)):
+        for holding in self.desk.holdings.values() if self.epoch.kept else ():
+            holding.remember_early()
+        quiet = began  # until then, at least, the frame had not come
+        while self.shadows is not None and await self.shadows.spare(step, self._room(key.name) - (quiet - began)):
             found = self.transport.arrived(key)
             if found is not None:
-                break
-        late = found is not None
-        if found is None:
-            found = await self.transport.receive(key)
+                self._note_wait(key.name, quiet - began)
+                self.waited_s += self.clock.now() - began
+                return found
+            quiet = self.clock.now()
+        found = await self.transport.receive(key)
         self._yielded = self.clock.now()
-        waited = self._yielded - began
-        op.wait_s = min(op.wait_s, waited) / 2 if late else waited
-        self.waited_s += waited
+        self.waited_s += self._yielded - began
+        self._note_wait(key.name, self._yielded - began)
         return found
+
+    def _room(self, name: str) -> float:
+        """Seconds that a wait for a frame is known to last at the least: what takes longer would hold the step up."""
+        return min(self._waits.get(name, (-1.0,)))
+
+    def _note_wait(self, name: str, seconds: float) -> None:
+        self._waits.setdefault(name, collections.deque(maxlen=_WAITS)).append(seconds)
 
     def _forward(self, step: int, micro: int, op: Op, inputs: Values) -> Values:
         target = None

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from culm.runtime.executor import Executor
     from culm.transport.base import Tensors
 
+_MARGIN = 1.25
+"""A bubble must be longer than what is run in it by so much, as no two steps take the same time."""
+
 
 class Shadows:
     """The replicas of one worker in one epoch."""
@@ -41,14 +44,14 @@ class Shadows:
         """Copies that nobody counts on any more: new ones come in their place."""
         self._note_lag()
         self.eager_run = self.eager_due = 0
-        self._forward_s = 0.0
-        """How long a forward of a replica takes; at first, how long one of the worker's own does."""
+        self._took: dict[int, float] = {}
+        """Seconds of the last forward that was run ahead, by segment."""
         self._eager: dict[int, tuple[int, collections.deque[tuple[int, int]]]] = {}
 
-    async def spare(self, step: int, seconds: float) -> bool:
+    async def spare(self, step: int, room: float) -> bool:
         """Do one piece of work for a replica while the worker waits in a step; False: there is none.
 
-        What has to be done anyway is done at once; a forward ahead only if the wait is expected to be long enough.
+        `room` is how many seconds it may take if it is nothing that has to be done anyway.
         """
         for stage in (*self.level, *self.fresh):
             if self._take_copy(stage):
@@ -59,18 +62,9 @@ class Shadows:
             if holding.version < step and self._sums_here(holding):
                 await self._step(holding)
                 return True
-        if step < self.epoch.start or not 0 < self._forward_s <= seconds:  # in a recovery others wait for this worker
+        if step < self.epoch.start:  # in a recovery others wait for this worker
             return False
-        return self.epoch.eager and await self._run_ahead(step)
-
-    def begin(self, step: int) -> None:
-        """A step begins: all forwards of it could find a bubble. Its first waits are measured against own forwards."""
-        if self._forward_s == 0:
-            own = [end - start for _, label, start, end in self.executor.spans if "F" in label]
-            self._forward_s = sum(own) / len(own) if own else 0.0
-        if self.epoch.eager:
-            for stage, shadow in self.level.items():
-                self._queue(step, shadow, self.desk.holdings[stage])
+        return self.epoch.eager and await self._run_ahead(step, room)
 
     async def catch_up(self, step: int) -> None:
         """Until every replica that counts has made all steps before this one."""
@@ -167,8 +161,8 @@ class Shadows:
             del self.desk.holdings[stage]
         self.stale = set()
 
-    async def _run_ahead(self, step: int) -> bool:
-        """The forward of a replica for a micro-batch whose input lies here."""
+    async def _run_ahead(self, step: int, room: float) -> bool:
+        """The forward of a replica for a micro-batch whose input lies here, if the bubble is long enough."""
         for stage, shadow in self.level.items():
             holding = self.desk.holdings[stage]
             if holding.version != step:
@@ -177,7 +171,7 @@ class Shadows:
             if queue:
                 g, micro = queue[0]
                 given = self._input(step, g, micro)
-                if given is not None:
+                if given is not None and _MARGIN * self._took.get(g, 0.0) <= room:
                     queue.popleft()
                     await self._forward(step, holding, g, micro, given)
                     return True
@@ -199,17 +193,17 @@ class Shadows:
 
     async def _forward(self, step: int, holding: Holding, g: int, micro: int, given: Any) -> None:
         segment, target = holding.segments[g], None
+        began = self.executor.clock.now()
         if g == 0 or segment.last:
             made, target = micro_batch(self.executor.job, step, micro, self.desk.device)
             given = made if g == 0 else given
         values = tuple(value.detach().requires_grad_(value.requires_grad) for value in given)
-        began = self.executor.clock.now()
         outputs, outcome = segment.forward(step, micro, values, target)
         self.desk.book(step, g, segment).note(micro, outcome)
         self.desk.keep(step, f"{g}F{micro}", tuple(value.cpu() for value in outputs))
         self.eager_run += 1
         await self.executor.clock.work(self.executor.node, step, f"{g}F{micro}")
-        self._forward_s = self.executor.clock.now() - began
+        self._took[g] = self.executor.clock.now() - began
 
 
 def holding_of(executor: Executor, stage: int, version: int) -> Holding:

@@ -280,8 +280,6 @@ class Worker:
             await self._news.wait()
 
     async def _step(self, executor: Executor, closing: Closing, step: int) -> None:
-        if executor.shadows is not None:
-            executor.shadows.begin(step)
         await executor.step(step)
         start = self.clock.now()
         await self._catch_up(executor, step)
