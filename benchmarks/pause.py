@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import statistics
 import sys
 from collections import defaultdict
@@ -40,7 +41,7 @@ from culm.plan.lineage import Cell
 from culm.plan.place import Task
 from culm.plan.recover import Recovery, needed
 from culm.runtime import epoch as letters
-from culm.schedule import Action, Kind, Plan
+from culm.schedule import Action, Kind, Plan, timing
 from culm.schedule.action import RELEASE
 from culm.testing import Cluster, Faults
 from culm.testing.cluster import enact
@@ -90,7 +91,9 @@ def pauses(setup: Setup, job: Job, moments: Sequence[tuple[int, str]]) -> Iterat
     for node, at in moments:
         hurt = watch(job, setup, Faults().kill(node, at=at, step=HIT))
         recovery = hurt.epochs[-1].recovery
-        last = max(recovery.steps, default=HIT)
+        if not recovery.steps:
+            recovery = _begun_anew(Plan.from_text(hurt.epochs[-1].plan))
+        last = max(recovery.steps)
         left = calm.done[last] - hurt.killed
         yield Pause(
             strategy=setup.strategy,
@@ -103,6 +106,18 @@ def pauses(setup: Setup, job: Job, moments: Sequence[tuple[int, str]]) -> Iterat
             bound=max(0.0, (least(recovery, STAGES) - left) / calm.step),
             planned=(recovery.length - left) / calm.step,
         )
+
+
+def _begun_anew(plan: Plan) -> Recovery:
+    """Nobody who is left had begun a step: the hit one is run by the new plan, as a whole."""
+    stages = range(plan.stages)
+    return Recovery(
+        steps=(HIT,),
+        lists=tuple(tuple((HIT, str(a), False) for a in row if a.micro is not None) for row in plan.workers),
+        versions=tuple(dict.fromkeys(plan.stages_of(slot), HIT) for slot in range(len(plan.workers))),
+        runners=tuple(plan.holders_of(stage) for stage in stages),
+        length=timing(plan).makespan,
+    )
 
 
 def watch(job: Job, setup: Setup, faults: Faults) -> Watched:
@@ -143,6 +158,8 @@ def units(text: str) -> float:
 class _Work:
     """An action that is left to do: who could do it, and the chains of others before and after it."""
 
+    lot: tuple[Cell, bool]
+    """All of a lot is run by one worker."""
     able: frozenset[int]
     units: float
     head: float
@@ -154,23 +171,41 @@ def least(recovery: Recovery, stages: int) -> float:
 
     For each group of workers, and for what is left to do that nobody else could: it can not begin before the shortest
     chain that leads to it, takes at least its work spread evenly over the group, and the shortest chain that follows on
-    it is yet to come. The largest of these over all groups, and over the parts of the work with longer chains.
+    it is yet to come. The largest of these over all groups, and over the parts of the work with longer chains. Lots are
+    whole, and so are units of time.
     """
     work = _work(recovery, stages)
     chain = max((each.head + each.units + each.tail for each in work), default=0.0)
     able = {each.able for each in work}
     groups = {frozenset().union(*some) for count in (1, 2, 3) for some in combinations(able, count)}
-    return max([chain, *(_of_group([each for each in work if each.able <= group], len(group)) for group in groups)])
+    bounds = [_of_group([each for each in work if each.able <= group], group) for group in groups]
+    return math.ceil(max([chain, *bounds]) - 1e-9)
 
 
-def _of_group(work: Sequence[_Work], workers: int) -> float:
-    found = 0.0
+def _of_group(work: Sequence[_Work], group: frozenset[int]) -> float:
+    workers = len(group)
+    found = min(each.head for each in work) + _packed(work, group) + min(each.tail for each in work)
     for head in {each.head for each in work}:
         late = [each for each in work if each.head >= head]
         for tail in {each.tail for each in late}:
             units = sum(each.units for each in late if each.tail >= tail)
             found = max(found, head + units / workers + tail)
     return found
+
+
+def _packed(work: Sequence[_Work], group: frozenset[int]) -> float:
+    """The busiest of a group when each lot is run by one of them, and all are as small as the smallest: then to give
+    each to whoever has least is best."""
+    loads = dict.fromkeys(group, 0.0)
+    lots: dict[tuple[Cell, bool], float] = defaultdict(float)
+    for each in work:
+        if len(each.able) == 1:
+            loads[min(each.able)] += each.units
+        else:
+            lots[each.lot] += each.units
+    for _ in lots:
+        loads[min(loads, key=loads.__getitem__)] += min(lots.values())
+    return max(loads.values())
 
 
 def _work(recovery: Recovery, stages: int) -> list[_Work]:
@@ -185,7 +220,8 @@ def _work(recovery: Recovery, stages: int) -> list[_Work]:
         holders = [other for other, held in enumerate(recovery.versions) if stage in held]
         free = (slot, _cell(task), task.again) in begun  # what goes on from a tape is bound to the worker that has it
         able = frozenset(holders if task.again else recovery.runners[stage]) if free else frozenset((slot,))
-        found.append(_Work(able, UNITS[task.action.kind], heads[task], tails[task]))
+        lot = (_cell(task), task.again)
+        found.append(_Work(lot, able, UNITS[task.action.kind], heads[task], tails[task]))
     return found
 
 

@@ -12,6 +12,4 @@ def test_the_pictures_in_the_docs_are_those_that_a_run_makes() -> None:
     page = (FOLDER.parent / "how-recovery-works.md").read_text()
     for name, picture in pictures().items():
         assert f"images/{name}" in page
-        assert (FOLDER / name).read_text() == picture, (
-            f"{name} is old: make it again with python -m benchmarks.pictures"
-        )
+        assert (FOLDER / name).read_text() == picture, f"{name} is old: run python -m benchmarks.pictures"

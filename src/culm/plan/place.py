@@ -5,7 +5,7 @@ first, then what another segment waits for, and W last; or, by the other rule, w
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -68,12 +68,28 @@ def place(
 
 
 def best(lots: Sequence[Lot], floor: Floor, home: Mapping[tuple[int, int], int]) -> Placed:
-    """The shortest of several passes: with everything at home, with the work of those who stand in for others shared by
-    all runners of the stage, and with all of it shared; each by both rules. The first of equals is taken."""
+    """The shortest of several passes, by both rules: with everything at home that is at home with its own stage, with
+    nothing at home, and with the work divided evenly beforehand. The first of equals is taken."""
     own = {cell: worker for cell, worker in home.items() if worker % floor.stages == cell[0] % floor.stages}
-    homes = [each for number, each in enumerate((home, own, {})) if each not in (home, own, {})[:number]]
-    passes = (place(lots, floor, each, by_chain=by_chain) for each in homes for by_chain in (False, True))
-    return min(passes, key=lambda placed: placed.makespan)
+    homes: tuple[Mapping[tuple[int, int], int], ...] = (own, {}, _divided(lots, floor))
+    return min(
+        (place(lots, floor, each, by_chain=by_chain) for each in homes for by_chain in (False, True)),
+        key=lambda placed: placed.makespan,
+    )
+
+
+def _divided(lots: Sequence[Lot], floor: Floor) -> dict[tuple[int, int], int]:
+    """A home for all that no tape binds: each goes to the runner of its stage that has least to do so far."""
+    price = prices(floor.costs, floor.segments)
+    loads: defaultdict[int, float] = defaultdict(float)
+    home: dict[tuple[int, int], int] = {}
+    for lot in sorted(lots, key=lambda lot: (lot.holder is None, lot.cell.step, lot.cell.micro, lot.cell.segment)):
+        worker = lot.holder
+        if worker is None:
+            runners = floor.runners[lot.cell.segment % floor.stages]
+            worker = home[lot.cell[1:]] = min(runners, key=lambda each: (loads[each], each))
+        loads[worker] += sum(price[kind][lot.cell.segment] for kind in lot.kinds)
+    return home
 
 
 class _Pass:
