@@ -23,7 +23,8 @@ def even(node: int, step: int, action: str) -> float:
 
 
 def run(strategy: str, cost: Any = even) -> Simulated:
-    return simulate(job(layers=[linear] * 6, steps=STEPS), strategy=strategy, cost=cost, **SHAPE)
+    """Actions may take minutes here: nobody is to be taken for stuck."""
+    return simulate(job(layers=[linear] * 6, steps=STEPS), strategy=strategy, cost=cost, suspect_after=600, **SHAPE)
 
 
 def test_replicas_run_forward_in_bubbles_without_holding_the_run_up() -> None:

@@ -117,7 +117,7 @@ class Leader:
         """When the last step was committed that no loss had disturbed."""
         self.timeouts = derive(setup.suspect_after)
         self._beats: dict[int, int] = {}
-        self._slowest_s = 0.0
+        self._slowest_s = max((part for costs in setup.costs for part in costs), default=0.0)
         self.at_risk_s = 0.0
         self._risk_since: float | None = None
         self.plans = Plans()
