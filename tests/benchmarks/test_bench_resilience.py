@@ -42,7 +42,7 @@ class FakeRun:
 
     def round(self, steps: int) -> float:
         for step in range(len(self.ended_at), len(self.ended_at) + steps):
-            took = self.step_s + (HELD_UP_S if self.killed and step == 3 else 0.0)
+            took = self.step_s + (HELD_UP_S if self.killed and step == 4 else 0.0)
             self.ended_at.append((self.ended_at[-1] if self.ended_at else 0.0) + took)
         return steps * self.step_s
 
