@@ -112,6 +112,8 @@ def ended(watches: list[int]) -> int:
 
 
 PARENT = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs the tests may ignore it, and all below it do
 from benchmarks.ranks import Ranks
 with Ranks(1) as ranks:
     print(*ranks.pids, flush=True)

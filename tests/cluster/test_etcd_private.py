@@ -20,7 +20,9 @@ from culm.providers.etcd import PrivateEtcd
 from .etcds import patiently
 
 LAUNCHER = """
-import asyncio, sys
+import asyncio, signal, sys
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs the tests may ignore it, and all below it do
 from culm.providers.etcd import PrivateEtcd
 
 async def main():
@@ -76,7 +78,7 @@ def test_it_ends_with_its_launcher_however_that_ends(number: signal.Signals, tmp
     with launcher, contextlib.closing(launcher.stdout):
         etcd = os.pidfd_open(int(launcher.stdout.readline()))
         launcher.send_signal(number)
-        launcher.wait()
+        launcher.wait(30)
         ended, _, _ = select.select([etcd], [], [], 30)
         os.close(etcd)
     assert ended

@@ -219,7 +219,7 @@ def test_drawn_faults_come_from_the_seed_and_can_be_borne(
     plan = generate(schedule, pipelines=shape[0], stages=shape[1], micro_batches=6)
     first, second = (draw_faults(random.Random(seed), plan, strategy=strategy, steps=4, lease_s=2.0) for _ in range(2))
     assert first == second
-    assert 1 <= len(first.all) <= 4
+    assert 1 <= len(first.all) <= 5
     lost = {node for fault in first.all for node in _lost_by(fault)}
     assert bearable(strategy, *shape, lost)
 

@@ -57,6 +57,14 @@ class _Stall:
 
 
 @dataclass
+class _Save:
+    """A checkpoint of which parts are on storage."""
+
+    savers: frozenset[int]
+    parts: dict[int, letters.ShardReport] = field(default_factory=dict)
+
+
+@dataclass
 class _Halting:
     """An epoch that is being left."""
 
@@ -128,7 +136,8 @@ class Leader:
         self._halting: _Halting | None = None
         self._recovering: _Recovering | None = None
         self.finals: dict[int, letters.Final] = {}
-        self.shards: dict[int, dict[int, letters.ShardReport]] = {}
+        self.saves: dict[tuple[int, int], _Save] = {}
+        """Checkpoints that are being written, by step and the epoch that they were begun in."""
         self.checkpoints: list[int] = []
         self.began = clock.now()
         self.first_step_at: float | None = None
@@ -274,7 +283,7 @@ class Leader:
 
     def _ended(self) -> bool:
         done = self._finish is not None and self.ledger.next_step >= self._finish
-        if not done or self.epoch is None or self._halting is not None or self.shards:
+        if not done or self.epoch is None or self._halting is not None or self.saves:
             return False
         return self._crew <= self.finals.keys()
 
@@ -370,7 +379,7 @@ class Leader:
         while True:
             await self.clock.sleep(self.timeouts.progress + 5 * self._slowest_s)
             number = self.epoch.number if self.epoch is not None else 0
-            counts = (self.ledger.next_step, len(self._ready), len(self.finals), len(self.shards))
+            counts = (self.ledger.next_step, len(self._ready), len(self.finals), len(self.saves))
             mark = (number, self._halting, dict(self._beats), counts)
             if mark == seen:
                 self.inbox.put_nowait(_Stall(number))
@@ -469,7 +478,8 @@ class Leader:
         self._muster(made.epoch)
         self.checkpoints = [step for step in self.checkpoints if step <= made.epoch.start]
         self.finals.clear()
-        self.shards.clear()
+        left = {member.node for member in made.epoch.alive}
+        self.saves = {key: save for key, save in self.saves.items() if save.savers <= left and not made.epoch.reset}
         self._ready.clear()
         self._beats.clear()
         self._note_risk()
@@ -761,17 +771,22 @@ class Leader:
 
     async def _note_shard(self, report: letters.ShardReport) -> None:
         """When all parts of a checkpoint lie on storage, one atomic write makes it one."""
-        parts = self.shards.setdefault(report.step, {})
+        key = report.step, report.epoch
+        if key not in self.saves and self.epoch is not None and report.epoch == self.epoch.number:
+            self.saves[key] = _Save(frozenset(self._savers))
+        save = self.saves.get(key)
+        if save is None:
+            return  # it was begun with somebody who is gone: what is missing will never come
+        parts = save.parts
         parts[report.node] = report
-        assert self.epoch is not None
-        if not self._savers <= parts.keys():
+        if not save.savers <= parts.keys():
             return
         catalog = Catalog(Storage(self.folder.checkpoints or ""))
         receipts = [ShardReceipt(r.name, r.sha256, r.size, r.tensors) for r in parts.values()]
         scalars = {name: value for r in parts.values() for name, value in r.scalars.items()}
         await self.clock.aside(catalog.commit, report.step, receipts, scalars, self.setup.facts, time.time())
         await self.clock.aside(catalog.prune, self.setup.keep_last, verify="sizes")
-        del self.shards[report.step]
+        del self.saves[key]
         self.checkpoints.append(report.step)
         self._event("checkpoint", step=report.step, bytes=sum(r.size for r in parts.values()))
         await self.clock.aside(self.folder.sync)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import io
 import os
 import signal
 import sys
@@ -255,6 +256,9 @@ def refused(report: Refused) -> CulmError:
 def main(descriptor: int) -> None:
     """The nursery process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's business
+    for stream in (sys.stdout, sys.stderr):  # a line of a node is one write: lines of others do not come between
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
     os.environ[NVML_CHECK] = "1"  # looking for a GPU must not start one here
     import torch
 

@@ -173,6 +173,7 @@ class ShardReport(msgspec.Struct, frozen=True, tag="shard"):
     """A worker to the leader: my part of the checkpoint lies on storage."""
 
     node: int
+    epoch: int
     step: int
     name: str
     sha256: str

@@ -369,7 +369,14 @@ class Worker:
             self.transport.post(epoch.leader, encode(failure(self.node, error)))
             return
         report = letters.ShardReport(
-            self.node, done, receipt.name, receipt.sha256, receipt.bytes, receipt.tensors, snapshot.scalars
+            self.node,
+            epoch.number,
+            done,
+            receipt.name,
+            receipt.sha256,
+            receipt.bytes,
+            receipt.tensors,
+            snapshot.scalars,
         )
         self.transport.post(epoch.leader, encode(report))
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from culm.testing.faults import Faults
+from culm.testing.faults import Faults, SlowDisk
 
 if TYPE_CHECKING:
     from culm.schedule import Plan
@@ -140,6 +140,7 @@ def draw_faults(
         faults = drawing.lose(faults) if dice.random() < 0.7 else drawing.hinder(faults)
     if strategy in PEERS and dice.random() < 0.4:
         faults = drawing.grow(faults)
-    if saved_from is not None and strategy in PEERS and dice.random() < 0.5:
+    slow = any(isinstance(fault, SlowDisk) for fault in faults.all)  # the checkpoint may not be there in time
+    if saved_from is not None and strategy in PEERS and not slow and dice.random() < 0.5:
         faults = drawing.ruin(faults, saved_from)
     return faults
