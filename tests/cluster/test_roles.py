@@ -75,3 +75,13 @@ def test_a_plan_in_which_a_worker_has_moved_is_one_that_can_run() -> None:
     assert layout.plan.stages_of(2) == (1,)
     assert Plan.from_text(layout.plan.to_text()) == layout.plan
     check(layout.plan)
+
+
+def test_a_halt_while_a_slow_disk_is_waited_for_ends_the_wait_and_not_the_write(tmp_path: Path) -> None:
+    """The next epoch would otherwise wait for a write that was given up, for ever."""
+    described = job(steps=6, exact=True)
+    faults = Faults().slow_disk(3, seconds=0.5).kill(1, at="1B0", step=3)
+    asked = {"pipelines": 2, "stages": 2, "strategy": "reroute", "checkpoint_every": 1}
+    run, events = hurt(described, faults, tmp_path, **asked)
+    assert run.summary["checkpoints"][-1] == 6
+    assert not [event for event in events if event["kind"] == "stalled"]

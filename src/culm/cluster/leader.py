@@ -57,14 +57,6 @@ class _Stall:
 
 
 @dataclass
-class _Save:
-    """A checkpoint of which parts are on storage."""
-
-    savers: frozenset[int]
-    parts: dict[int, letters.ShardReport] = field(default_factory=dict)
-
-
-@dataclass
 class _Halting:
     """An epoch that is being left."""
 
@@ -136,8 +128,8 @@ class Leader:
         self._halting: _Halting | None = None
         self._recovering: _Recovering | None = None
         self.finals: dict[int, letters.Final] = {}
-        self.saves: dict[tuple[int, int], _Save] = {}
-        """Checkpoints that are being written, by step and the epoch that they were begun in."""
+        self.saves: dict[int, dict[int, letters.ShardReport]] = {}
+        """Checkpoints of this epoch that are being written: by step, the parts that lie on storage."""
         self.checkpoints: list[int] = []
         self.began = clock.now()
         self.first_step_at: float | None = None
@@ -478,8 +470,7 @@ class Leader:
         self._muster(made.epoch)
         self.checkpoints = [step for step in self.checkpoints if step <= made.epoch.start]
         self.finals.clear()
-        left = {member.node for member in made.epoch.alive}
-        self.saves = {key: save for key, save in self.saves.items() if save.savers <= left and not made.epoch.reset}
+        self.saves.clear()
         self._ready.clear()
         self._beats.clear()
         self._note_risk()
@@ -771,22 +762,18 @@ class Leader:
 
     async def _note_shard(self, report: letters.ShardReport) -> None:
         """When all parts of a checkpoint lie on storage, one atomic write makes it one."""
-        key = report.step, report.epoch
-        if key not in self.saves and self.epoch is not None and report.epoch == self.epoch.number:
-            self.saves[key] = _Save(frozenset(self._savers))
-        save = self.saves.get(key)
-        if save is None:
-            return  # it was begun with somebody who is gone: what is missing will never come
-        parts = save.parts
+        if self.epoch is None or report.epoch != self.epoch.number:
+            return  # it was begun in an epoch that has ended: what is missing of it will never come
+        parts = self.saves.setdefault(report.step, {})
         parts[report.node] = report
-        if not save.savers <= parts.keys():
+        if not self._savers <= parts.keys():
             return
         catalog = Catalog(Storage(self.folder.checkpoints or ""))
         receipts = [ShardReceipt(r.name, r.sha256, r.size, r.tensors) for r in parts.values()]
         scalars = {name: value for r in parts.values() for name, value in r.scalars.items()}
         await self.clock.aside(catalog.commit, report.step, receipts, scalars, self.setup.facts, time.time())
         await self.clock.aside(catalog.prune, self.setup.keep_last, verify="sizes")
-        del self.saves[key]
+        del self.saves[report.step]
         self.checkpoints.append(report.step)
         self._event("checkpoint", step=report.step, bytes=sum(r.size for r in parts.values()))
         await self.clock.aside(self.folder.sync)

@@ -356,7 +356,7 @@ class Worker:
 
     async def _saved(self) -> None:
         if self._saving is not None:
-            await self._saving
+            await asyncio.shield(self._saving)  # a halt ends this wait, not the write
             self._saving = None
 
     async def _write(self, epoch: Epoch, done: int, snapshot: Snapshot, slot: int) -> None:
