@@ -8,12 +8,14 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from culm.cluster.leader import Leader
+from culm.cluster.notice import NoNotice
 from culm.cluster.setup import NodeRecord, Result, Setup, decode_setup, encode
 from culm.cluster.store import RemoteStore, Store
 from culm.errors import NodeLost, RunError
 from culm.runtime import epoch as letters
 
 if TYPE_CHECKING:
+    from culm.cluster.notice import NoticeSource
     from culm.job import Job
     from culm.runtime.clock import Clock
     from culm.transport.base import Address, Transport
@@ -36,10 +38,15 @@ class Agent:
         clock: Clock,
         store: Store,
         start_worker: StartWorker,
+        notices: NoticeSource | None = None,
     ) -> None:
         self.job, self.node, self.fingerprint = job, node, fingerprint
         self.transport, self.clock, self.store = transport, clock, store
         self._start_worker = start_worker
+        self._notices = notices or NoNotice()
+        self._leaves_in: float | None = None
+        self._relieved = asyncio.Event()
+        """Set when this node has notice and nothing more to give."""
         self._worker_address: asyncio.Future[Address] = asyncio.get_running_loop().create_future()
         self._leader: Leader | None = None
 
@@ -51,15 +58,16 @@ class Agent:
         reading = asyncio.create_task(self._read_letters())
         worker = asyncio.ensure_future(self._start_worker(self.transport.address))
         following = asyncio.create_task(self._follow())
+        leaving = asyncio.create_task(self._leave())
         try:
-            await asyncio.wait([reading, worker, following], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([reading, worker, following, leaving], return_when=asyncio.FIRST_COMPLETED)
             if following.done():
                 await asyncio.wait([worker], timeout=_PATIENCE_S)  # it was told to stop, and may have to tidy up
             elif worker.done() and self._leader is not None and self._leader.setup.strategy == "none":
                 self._leader.inbox.put_nowait(self._leader.lost(self.node))
                 await asyncio.wait([following], timeout=_PATIENCE_S)
         finally:
-            await _ended(reading, worker, following)
+            await _ended(reading, worker, following, leaving)
 
     async def _follow(self) -> None:
         """Join, lead if nobody does, and pass on what the store says until there is a result."""
@@ -78,8 +86,15 @@ class Agent:
         finally:
             await _ended(leading, serving, ending)
 
+    async def _leave(self) -> None:
+        """A notice: say so, and go when everything that is needed from here is with the others."""
+        notice = await self._notices.wait()
+        self._leaves_in = notice.deadline_s
+        await self._join(self._worker_address.result() if self._worker_address.done() else "")
+        await self._relieved.wait()
+
     async def _join(self, worker: Address = "") -> None:
-        record = NodeRecord(self.node, self.transport.address, worker, self.fingerprint)
+        record = NodeRecord(self.node, self.transport.address, worker, self.fingerprint, self._leaves_in)
         await self.store.put(f"nodes/{self.node}", encode(record), session=True)
 
     async def _campaign(self, setup: Setup) -> None:
@@ -98,7 +113,8 @@ class Agent:
         if await self.store.get("result") is not None:
             return  # who led has finished: there is nothing left to lead
         seams = (self.transport, self.clock, self.store)
-        self._leader = Leader(self.job, setup, self.node, *seams, heir=before != b"")
+        heir = before != b""
+        self._leader = Leader(self.job, setup, self.node, *seams, heir=heir, relieved=self._relieved)
         await self._leader.run()
 
     async def _elected(self) -> bool:
@@ -132,6 +148,8 @@ class Agent:
         if isinstance(message, letters.Hello):
             if not self._worker_address.done():
                 self._worker_address.set_result(message.address)
+        elif isinstance(message, letters.Stop):
+            self._relieved.set()
         elif self._leader is not None:
             self._leader.inbox.put_nowait(message)
 

@@ -96,8 +96,11 @@ class Leader:
         store: Store,
         *,
         heir: bool = False,
+        relieved: asyncio.Event | None = None,
     ) -> None:
         self.job, self.setup, self.node, self.heir = job, setup, node, heir
+        self.relieved = relieved or asyncio.Event()
+        """Set when the node that leads has nothing more to give and may go."""
         self.transport, self.clock, self.store = transport, clock, store
         self.inbox: asyncio.Queue[letters.Message | Change | CulmError | _Doubt | _Stall] = asyncio.Queue()
         self.folder = RunFolder(setup.out, resumed_at=None if setup.resume is None else setup.start)
@@ -111,6 +114,9 @@ class Leader:
             next_step=setup.start,
         )
         self.gone: set[int] = set()
+        """Nodes that were lost, or have gone after a notice."""
+        self.leaving: set[int] = set()
+        """Members that have notice and are still there."""
         self.recoveries: list[Recovered] = []
         self._pace: collections.deque[float] = collections.deque(maxlen=32)
         self._before_loss: float | None = None
@@ -141,6 +147,8 @@ class Leader:
         self._savers: set[int] = set()
         """The nodes that have a part of every checkpoint."""
         self._finish: int | None = None
+        self._evacuated = False
+        """Whether the run ends because every node has notice."""
         self._permitted = 0
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -165,6 +173,8 @@ class Leader:
         try:
             summary = await self._lead()
             self.folder.sync()
+            if self._evacuated:
+                raise self._all_left()
             return Result(summary=summary)
         except Exception as reason:
             error = reason if isinstance(reason, CulmError) else _unforeseen(reason)
@@ -203,7 +213,8 @@ class Leader:
             known = await self.store.get(f"nodes/{member.node}")
             if known is not None:
                 self.nodes[member.node] = decode_node(known)
-        lost = [m.node for m in self.epoch.alive if m.node not in self.nodes]
+        self.leaving = {node for node, record in self.nodes.items() if record.leaves_in is not None}
+        lost = [m.node for m in self.epoch.alive if m.node not in self.nodes and m.node not in self.gone]
         await (self._lose(lost) if lost else self._halt([]))  # everyone has to hear who leads now
         return True
 
@@ -272,6 +283,11 @@ class Leader:
         }
         self.folder.write("trace.json", perfetto({f.node: f.spans for f in finals}, labels))
         return summary
+
+    def _all_left(self) -> NodeLost:
+        """What there is to say when every node had notice, and the run could not be completed."""
+        saved = f"resume it with --resume {self.setup.out}" if self.setup.out else "nothing of it was saved (no --out)"
+        return NodeLost(f"every node has notice: the run ended before step {self.ledger.next_step}; {saved}")
 
     def _ended(self) -> bool:
         done = self._finish is not None and self.ledger.next_step >= self._finish
@@ -349,14 +365,14 @@ class Leader:
     async def _lose(self, nodes: list[int]) -> None:
         """Nodes are gone for good. What they ran and held, others run and hold from now on."""
         members = [member.node for member in self.epoch.alive] if self.epoch is not None else []
-        mourned = [
-            node for node in nodes if node in members and (self._halting is None or node not in self._halting.lost)
-        ]
+        mourned = [node for node in nodes if node in members and node not in self.gone]
         for node in nodes:
             self.nodes.pop(node, None)
+        self.leaving.difference_update(nodes)
         if self.setup.strategy == "none" or self.epoch is None:
-            if nodes and (mourned or self.epoch is None):
-                raise self.lost(nodes[0])
+            missed = mourned if self.epoch is not None else [node for node in nodes if node not in self.gone]
+            if missed:
+                raise self.lost(missed[0])
             return
         for node in mourned:
             self._event("lost", node=node, step=self.ledger.next_step)
@@ -406,13 +422,13 @@ class Leader:
         before = self._halting
         number = 1 + (before.number if before is not None else self.epoch.number)
         gone = {*lost, *(before.lost if before is not None else ())}
-        left = [member for member in self.epoch.alive if member.node not in gone]
+        left = [member for member in self.epoch.alive if member.node not in gone and member.node not in self.gone]
         began = before.began if before is not None else self.clock.now()
         detect_s = max(before.detect_s if before is not None else 0.0, self._took_to_detect(lost))
         self._halting = _Halting(number, gone, {member.node for member in left}, began, detect_s)
         self._tell_halt(self._halting)
         if not left:
-            raise self.lost(lost[0])
+            raise self.lost(min({*gone, *self.gone}))
 
     def _took_to_detect(self, lost: list[int]) -> float:
         """Since the blow, where one was struck on purpose; else since the first sign that somebody was missed."""
@@ -443,12 +459,14 @@ class Leader:
         ready_made = self.plans.hits
         number, address = halting.number, self.transport.address
         come = seats(self.setup, old, standings, committed, self._waiting())
+        leaving = [slots[node] for node in self.leaving if node in halting.standings]
+        stay = standings.keys() - set(leaving) or standings.keys()
         if self._nothing_learned(standings):
             setup = self.setup
-            made = restart(setup, old, number, address, standings.keys(), setup.start, setup.resume_from, come)
+            made = restart(setup, old, number, address, stay, setup.start, setup.resume_from, come)
         elif homeless(self.setup, standings, committed):
             step, saved = await self._newest(halting)
-            made = restart(self.setup, old, number, address, standings.keys(), step, saved, come)
+            made = restart(self.setup, old, number, address, stay, step, saved, come)
             self.ledger.rewind(step)
             self.folder.rewind(step)
         else:
@@ -462,6 +480,7 @@ class Leader:
                 plans=self.plans,
                 moving=self._moving(standings),
                 arrivals=come,
+                leaving=leaving,
             )
         self._halting = None
         self._recovering = _Recovering(halting, self.clock.now(), made)
@@ -538,13 +557,14 @@ class Leader:
             self._crew.add(message.node)
             self._arrived.add(message.node)
             self.ledger.workers = len(self._crew)
-        elif self._halting is None and any(shadow.moves and not shadow.fresh for shadow in shadows):
-            await self._halt([])  # its copy is complete: it can move
+        elif self._halting is None and (self.leaving or any(shadow.moves and not shadow.fresh for shadow in shadows)):
+            await self._halt([])  # its copy is complete: it can move, and whoever had to wait for it can go
 
     def _waiting(self) -> list[Member]:
         """The nodes that could come in and have no slot, in the order of their numbers."""
         assert self.epoch is not None
-        idle = [record for record in self.nodes.values() if self.epoch.slot_of(record.node) is None]
+        known = [record for record in self.nodes.values() if record.leaves_in is None and record.node not in self.gone]
+        idle = [record for record in known if self.epoch.slot_of(record.node) is None]
         return [Member(record.node, record.worker) for record in sorted(idle, key=lambda record: record.node)]
 
     async def _grow(self) -> None:
@@ -552,7 +572,8 @@ class Leader:
         assert self.epoch is not None
         if self._finish is not None or self._halting is not None or self._recovering is not None:
             return
-        room = None in self.epoch.members and bool(self._waiting())
+        empty = [member for member in self.epoch.members if member is None or member.node in self.gone]
+        room = bool(empty and self._waiting())
         if room or self._arrived:
             await self._halt([])
 
@@ -588,19 +609,20 @@ class Leader:
             return
         self._recovering = None
         halting, epoch = recovering.halting, recovering.made.epoch
-        if not halting.lost:
+        relieved = self._relieve()
+        if not halting.lost and not relieved:
             return
         decide = recovering.decided_at - halting.began
         move = (recovering.ready_at or self.clock.now()) - recovering.decided_at
         recovered = Recovered(
             step=max(epoch.committed, epoch.start - 1),
-            lost=tuple(sorted(halting.lost)),
+            lost=tuple(sorted({*halting.lost, *relieved})),
             detect_ms=1e3 * halting.detect_s,
             decide_ms=1e3 * decide,
             move_ms=1e3 * move,
             redo_ms=1e3 * max(0.0, self._late(len(epoch.recovery.steps)) - halting.detect_s - decide - move),
             redone_actions=epoch.recovery.redone,
-            source=recovering.made.source,
+            source=recovering.made.source if halting.lost else "notice",
         )
         self.recoveries.append(recovered)
         self._event("recovered", **msgspec.to_builtins(recovered))
@@ -609,12 +631,60 @@ class Leader:
         """An agent is up, and then its worker; when all are, the epoch begins."""
         if not record.worker:
             return
+        if record.leaves_in is not None:
+            await self._drain(record, record.leaves_in)
+            return
         if self.epoch is not None and self._differs(record):
             return
         self.nodes[record.node] = record
         self._event("node_joined", node=record.node)
         if len(self.nodes) == self.setup.nodes and self.epoch is None:
             await self._publish()
+
+    async def _drain(self, record: NodeRecord, seconds: float) -> None:
+        """A node has notice: the others go on without it before it goes. Who leaves when the run ends anyway, stays."""
+        node, epoch = record.node, self.epoch
+        self._event("notice", node=node, seconds=seconds)
+        if epoch is None or epoch.slot_of(node) is None:  # the run begins, or goes on, without it
+            self.nodes.pop(node, None)
+            self._let_go(record)
+            return
+        self.nodes[node] = record
+        if epoch.kept and self._finish is None:
+            self.leaving.add(node)
+            if self.leaving >= {member.node for member in epoch.alive if member.node not in self.gone}:
+                self._evacuate()
+            elif self._halting is None:
+                await self._halt([])
+
+    def _evacuate(self) -> None:
+        """Everybody has notice: end after the steps that are open, with a checkpoint if there is a place for it."""
+        self._evacuated = True
+        self.leaving.clear()
+        self._end_before(min(self.ledger.next_step + 2, self.setup.steps))
+
+    def _relieve(self) -> list[int]:
+        """The steps that were open are complete: whoever has notice has nothing more to give, and may go."""
+        assert self.epoch is not None
+        members = [self.epoch.members[slot] for slot in self.epoch.leaving]
+        nodes = [member.node for member in members if member is not None and member.node in self.leaving]
+        for node in nodes:
+            self._let_go(self.nodes[node])
+        return nodes
+
+    def _let_go(self, record: NodeRecord) -> None:
+        self.leaving.discard(record.node)
+        self.gone.add(record.node)
+        self._event("left", node=record.node, step=self.ledger.next_step)
+        if record.node == self.node:
+            self._aside(self._step_down())
+        else:
+            self.transport.post(record.agent, letters.encode(letters.Stop("it has notice and may go")))
+
+    async def _step_down(self) -> None:
+        """This node goes: whoever leads next finds all that there is to know in the store."""
+        await self._write_record()
+        self.relieved.set()
 
     def _differs(self, record: NodeRecord) -> bool:
         """Whether a node computes otherwise than those that train: then it is left out, and they are not disturbed."""
@@ -781,7 +851,8 @@ class Leader:
     def _tell(self, message: letters.Message) -> None:
         body = letters.encode(message)
         for member in self.epoch.alive if self.epoch is not None else ():
-            self.transport.post(member.address, body)
+            if member.node not in self.gone:
+                self.transport.post(member.address, body)
 
     def _event(self, kind: str, node: int | None = None, **fields: Any) -> None:
         self.folder.event(t=round(self.clock.now() - self.began, 6), kind=kind, node=node, **fields)

@@ -86,6 +86,7 @@ def restart(
         resume=None if saved is None else step,
         resume_from=saved,
         shadows=tuple(Shadow(r.stage, r.slot, r.source) for r in layout.replicas if not r.fresh),
+        leaving=(),
         recovery=Recovery(),
     )
     whence = "as it began" if saved is None else f"from the checkpoint after step {step}"
@@ -103,16 +104,19 @@ def regroup(
     plans: Plans | None = None,
     moving: Collection[int] = (),
     arrivals: Mapping[int, Member] = NOBODY,
+    leaving: Collection[int] = (),
 ) -> Regrouped:
     """The epoch in which the survivors, by slot, complete the open steps and then go on. Every stage has a holder.
 
     Workers in `moving` have a copy of another stage by now: they complete what is open where they were, and then leave
     their own stage for that one. Who arrives gets a copy of a stage that misses a worker, to run it when level.
+    Who is leaving ends what it has begun and hands over what it has; it stays on only where others would lack a stage.
     """
     standings = {**standings, **{slot: Standing() for slot in arrivals}}
     world = world_of(setup, standings, committed, old, plans)
     now = arrange_around(world)
-    layout = arrange_around(_left(world, moving)) if moving else now
+    after, going = _without(_left(world, moving), leaving)
+    layout = arrange_around(after) if moving or leaving else now
     full = world.plan
     scene = Scene(
         stages=full.stages,
@@ -124,7 +128,8 @@ def regroup(
         split=any(action.kind is Kind.W for row in layout.plan.workers for action in row),
         joint=setup.joint,
         costs=world.costs,
-        home=now.home,
+        home=layout.home if going else now.home,
+        leaving=going,
     )
     kept = {slot: _pruned(slot, standing, (now, layout)) for slot, standing in standings.items()}
     recovery = recover(scene, kept)
@@ -142,9 +147,10 @@ def regroup(
         resume=None,
         resume_from=None,
         shadows=tuple(Shadow(r.stage, r.slot, r.source, r.fresh, r.moves) for r in layout.replicas),
+        leaving=tuple(going),
         recovery=recovery,
     )
-    return Regrouped(epoch, layout, _why(old, members, layout), layout.source)
+    return Regrouped(epoch, layout, _why(old, members, layout, going), layout.source)
 
 
 def seats(
@@ -198,6 +204,17 @@ def _left(world: World, moving: Collection[int]) -> World:
     return replace(world, held=held)
 
 
+def _without(world: World, leaving: Collection[int]) -> tuple[World, list[int]]:
+    """The world after workers have gone, and which: whoever has the only copy of a stage has to stay a while."""
+    going: list[int] = []
+    for slot in sorted(leaving):
+        left = replace(world, held={other: held for other, held in world.held.items() if other != slot})
+        if not orphaned(left):
+            world = left
+            going.append(slot)
+    return replace(world, leaving=frozenset(leaving) - set(going)), going
+
+
 def _held(standings: Mapping[int, Standing], committed: int) -> dict[int, frozenset[int]]:
     """Who holds what. A copy that is behind what is committed can not catch up any more: its sums are gone. One that
     was made after a step that is still open could not run anything of it again."""
@@ -245,11 +262,11 @@ def _evaluation(setup: Setup, layout: Layout) -> str | None:
     return Plan("evaluation", *shape, rows, plan.failed, plan.held).to_text()
 
 
-def _why(old: Epoch, members: tuple[Member | None, ...], layout: Layout) -> str:
+def _why(old: Epoch, members: tuple[Member | None, ...], layout: Layout, going: Collection[int]) -> str:
     gone = [m.node for m, left in zip(old.members, members, strict=True) if m is not None and left is None]
     before = dict(Plan.from_text(old.plan).held)
     moved = [f"slot {slot} runs stage {stages[0]}" for slot, stages in layout.plan.held if before.get(slot) != stages]
-    come = _come(old, members, layout)
+    come = [*_go(members, going), *_come(old, members, layout)]
     if not gone and come:
         return "; ".join(come)
     if not gone and moved:
@@ -267,6 +284,11 @@ def _why(old: Epoch, members: tuple[Member | None, ...], layout: Layout) -> str:
     leaving = [f"slot {r.slot} to stage {r.stage}" for r in layout.replicas if r.moves]
     moves = f"; {', '.join(leaving)} will move, as a hole hurts less where it is" if leaving else ""
     return "; ".join([f"{nodes} gone: {how}{copies}{moves}", *come])
+
+
+def _go(members: tuple[Member | None, ...], going: Collection[int]) -> list[str]:
+    nodes = [member.node for slot, member in enumerate(members) if member is not None and slot in going]
+    return [f"node {node} has notice: it ends what it has begun, hands over what it has, and goes" for node in nodes]
 
 
 def _come(old: Epoch, members: tuple[Member | None, ...], layout: Layout) -> list[str]:

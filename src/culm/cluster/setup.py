@@ -117,6 +117,8 @@ class NodeRecord(msgspec.Struct, frozen=True):
     agent: str
     worker: str
     fingerprint: str
+    leaves_in: float | None = None
+    """Seconds of a spot notice: the machine goes."""
 
 
 class Result(msgspec.Struct, frozen=True):

@@ -39,6 +39,8 @@ class World:
     costs: Costs = UNIT
     joint: bool = False
     memory: Memory = None
+    leaving: frozenset[int] = frozenset()
+    """Slots whose workers are about to go, and can not be done without yet."""
     plans: Plans = field(default_factory=Plans)
     """Plans that were made before, some of them ahead of the loss."""
 
@@ -308,8 +310,8 @@ def _replicas(world: World, runners: Mapping[int, tuple[int, ...]]) -> tuple[Rep
     load = Counter({slot: len(held) for slot, held in world.held.items()})
     for stage in range(world.plan.stages):
         holders = {*runners[stage], *(replica.slot for replica in found if replica.stage == stage)}
-        able = [slot for slot in world.held if slot not in holders]
-        if len(holders) == 1 and able and world.strategy != "none":
+        able = [slot for slot in world.held if slot not in holders and slot not in world.leaving]
+        if len(holders - world.leaving) <= 1 and able and world.strategy != "none":
             chosen = min(able, key=lambda slot: (load[slot], (stage - slot) % world.plan.stages, slot))
             load[chosen] += 1
             found.append(Replica(stage, chosen, _source(world, runners[stage], chosen), fresh=True))

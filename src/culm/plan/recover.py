@@ -6,7 +6,7 @@ derived: who sends what it kept to whom, who adds up, who gives a complete sum t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -107,18 +107,21 @@ class Scene:
     costs: Costs = UNIT
     home: Mapping[tuple[int, int], int] = field(default_factory=dict)
     """By (segment, micro-batch): who runs it in the plan from now on."""
+    leaving: Collection[int] = ()
+    """Who is about to go: it ends what it has begun and gives what it has, but begins nothing where others can."""
 
 
 def recover(scene: Scene, standings: Mapping[int, Standing]) -> Recovery:
     """The least that completes all open steps, placed on holders."""
     steps = tuple(range(scene.first, _last(standings, scene.first) + 1))
     usable = {slot: _of_runners(standing, slot, scene) for slot, standing in standings.items()}
+    begin = {stage: _staying(runners, scene.leaving) for stage, runners in scene.runners.items()}
     floor = Floor(
         stages=scene.stages,
         segments=scene.segments,
         workers=scene.slots,
-        runners=scene.runners,
-        others={stage: _others(standings, stage, scene) for stage in range(scene.stages)},
+        runners=begin,
+        others={stage: _others(standings, stage, begin[stage]) for stage in range(scene.stages)},
         costs=scene.costs,
         joint=scene.joint,
     )
@@ -160,11 +163,14 @@ def _of_runners(standing: Standing, slot: int, scene: Scene) -> Standing:
     )
 
 
-def _others(standings: Mapping[int, Standing], stage: int, scene: Scene) -> list[int]:
+def _staying(runners: Sequence[int], leaving: Collection[int]) -> Sequence[int]:
+    """Of those that run a stage the ones that stay; all, if none does."""
+    return [slot for slot in runners if slot not in leaving] or runners
+
+
+def _others(standings: Mapping[int, Standing], stage: int, runners: Collection[int]) -> list[int]:
     """Who holds a stage without running it."""
-    return [
-        slot for slot, standing in standings.items() if stage in standing.versions and slot not in scene.runners[stage]
-    ]
+    return [slot for slot, standing in standings.items() if stage in standing.versions and slot not in runners]
 
 
 def _needed(lists: Sequence[Sequence[Task]], missing: Missing, scene: Scene) -> dict[str, tuple[int, ...]]:

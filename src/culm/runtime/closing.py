@@ -207,7 +207,7 @@ class Closing:
         return self._runners(step, g)[0] == self.executor.slot
 
     def _everyone(self) -> list[int]:
-        return [slot for slot, member in enumerate(self.epoch.members) if member is not None]
+        return self.epoch.staying
 
     def _without(self, step: int, g: int, told: Collection[int]) -> list[int]:
         """Of some workers those that do not run a segment."""

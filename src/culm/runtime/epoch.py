@@ -71,6 +71,8 @@ class Epoch(msgspec.Struct, frozen=True, tag="epoch"):
     """Seconds between two beats of a worker; 0: none."""
     reset: bool = True
     """Whether workers build or load their layers anew; otherwise they go on with what they have in hand."""
+    leaving: tuple[int, ...] = ()
+    """Slots whose workers complete the open steps with the others, and then go."""
     recovery: Recovery = Recovery()
     """How the steps that were open are completed, before `start`."""
 
@@ -82,6 +84,11 @@ class Epoch(msgspec.Struct, frozen=True, tag="epoch"):
         member = self.members[slot]
         assert member is not None, f"nobody fills slot {slot}"
         return member.address
+
+    @property
+    def staying(self) -> list[int]:
+        """The slots that are filled, and stay so."""
+        return [slot for slot, member in enumerate(self.members) if member is not None and slot not in self.leaving]
 
     @property
     def alive(self) -> tuple[Member, ...]:

@@ -92,7 +92,7 @@ class Worker:
     def _missed(self, sender: Address) -> None:
         """A connection broke: a suspicion, which the leader judges."""
         epoch = self._executor.epoch if self._executor is not None else None
-        if epoch is not None and any(member.address == sender for member in epoch.alive):
+        if epoch is not None and any(epoch.address(slot) == sender for slot in epoch.staying):
             missing = letters.Failed(self.node, NodeLost.__name__, f"the connection to {sender} broke")
             self.transport.post(epoch.leader, encode(missing))
 
@@ -260,6 +260,8 @@ class Worker:
         """Copies of stages that this worker has no part in any more go."""
         mine = {*executor.plan.stages_of(executor.slot)}
         mine |= {shadow.stage for shadow in executor.epoch.shadows if shadow.slot == executor.slot}
+        if executor.slot in executor.epoch.leaving:
+            return  # it is about to go, and until then all that it has may be asked for
         for stage in [stage for stage in executor.desk.holdings if stage not in mine]:
             del executor.desk.holdings[stage]
         if executor.shadows is not None:

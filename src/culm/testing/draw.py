@@ -122,6 +122,8 @@ class _Drawing:
 
     def grow(self, faults: Faults) -> Faults:
         """Nodes come. Nothing counts on it: they may come too late, or to a cluster that is full."""
+        if self.strategy not in PEERS:
+            return self.hinder(faults)
         node = self.dice.randrange(self.nodes)
         return faults.join(node, count=self.dice.choice((1, 1, 2)), **self.moment(node, again=bool(self.lost)))
 
