@@ -63,8 +63,8 @@ class Agent:
             await asyncio.wait([reading, worker, following, leaving], return_when=asyncio.FIRST_COMPLETED)
             if following.done():
                 await asyncio.wait([worker], timeout=_PATIENCE_S)  # it was told to stop, and may have to tidy up
-            elif worker.done() and self._leader is not None and self._leader.setup.strategy == "none":
-                self._leader.inbox.put_nowait(self._leader.lost(self.node))
+            elif worker.done() and self._leader is not None and self._leader.tenure.setup.strategy == "none":
+                self._leader.inbox.put_nowait(self._leader.tenure.lost(self.node))
                 await asyncio.wait([following], timeout=_PATIENCE_S)
         finally:
             await _ended(reading, worker, following, leaving)

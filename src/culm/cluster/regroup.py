@@ -37,6 +37,31 @@ def first_shadows(setup: Setup) -> tuple[Shadow, ...]:
     return tuple(Shadow(r.stage, r.slot, r.source) for r in first_layout(plan, setup.strategy))
 
 
+def first_epoch(setup: Setup, leader: str, members: tuple[Member, ...], storage: str | None, beat_s: float) -> Epoch:
+    """What everyone trains under until something happens."""
+    kept = setup.strategy != "none"
+    return Epoch(
+        number=1,
+        leader=leader,
+        members=members,
+        segments=setup.segments,
+        plan=setup.plan,
+        evaluation=setup.evaluation,
+        start=setup.start,
+        steps=setup.steps,
+        weighted=setup.weighted,
+        checkpoint_every=setup.checkpoint_every,
+        storage=storage,
+        resume=setup.resume,
+        resume_from=setup.resume_from,
+        kept=kept,
+        shadows=first_shadows(setup),
+        eager=setup.eager,
+        beat_s=beat_s if kept else 0.0,
+        committed=setup.start,
+    )
+
+
 def homeless(setup: Setup, standings: Mapping[int, Standing], committed: int) -> list[int]:
     """The stages that no survivor has a current copy of: only a checkpoint can bring them back."""
     return orphaned(world_of(setup, standings, committed, None, None))

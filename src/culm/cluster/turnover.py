@@ -1,0 +1,373 @@
+"""From one epoch to the next: nodes come, have notice and vanish, and the run goes on with those that are there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from culm.cluster.regroup import Regrouped, first_epoch, homeless, protected, regroup, restart, seats, world_of
+from culm.cluster.toll import Halting, Recovering
+from culm.errors import RunError
+from culm.plan.layout import ahead
+from culm.plan.lineage import Standing
+from culm.runtime import epoch as letters
+from culm.runtime.epoch import Epoch, Member
+
+if TYPE_CHECKING:
+    from culm.cluster.setup import NodeRecord
+    from culm.cluster.tenure import Tenure
+
+
+@dataclass
+class Doubt:
+    """Somebody missed somebody in an epoch, some time ago."""
+
+    epoch: int
+    message: letters.Failed
+
+
+@dataclass
+class Stall:
+    """Nothing has moved in an epoch for too long."""
+
+    epoch: int
+
+
+class Turnover:
+    """Ends epochs and makes new ones. A loss, a notice, a newcomer or a silence begins a halt: everyone who is left
+    leaves the epoch and reports; when all have, the next is decided and published."""
+
+    def __init__(
+        self, tenure: Tenure, remind: Callable[[Doubt | Stall], None], relieved: asyncio.Event | None = None
+    ) -> None:
+        self.tenure, self._remind = tenure, remind
+        self.halting: Halting | None = None
+        self.recovering: Recovering | None = None
+        self.evacuated = False
+        """Whether the run ends because every node has notice."""
+        self._relieved = relieved or asyncio.Event()
+        """Set when the node that leads has nothing more to give and may go."""
+        self._beats: dict[int, int] = {}
+        self._slowest_s = max((part for costs in tenure.setup.costs for part in costs), default=0.0)
+
+    # Nodes come, have notice, and vanish.
+
+    async def joined(self, record: NodeRecord) -> None:
+        """An agent is up, and then its worker; when all are, the first epoch begins. Later it waits for a slot."""
+        tenure, roll = self.tenure, self.tenure.roll
+        if not record.worker:
+            return
+        if record.leaves_in is not None:
+            await self._drain(record, record.leaves_in)
+            return
+        outside = tenure.epoch is not None and tenure.epoch.slot_of(record.node) is None
+        differs = roll.differs(record) if tenure.job.exact and outside else None
+        if differs is not None:  # those that train are not disturbed
+            tenure.event("refused", node=record.node, why=differs)
+            return
+        roll.nodes[record.node] = record
+        tenure.event("node_joined", node=record.node)
+        if len(roll.nodes) == tenure.setup.nodes and tenure.epoch is None:
+            await self._open()
+
+    async def _open(self) -> None:
+        """The first epoch: the first D x P nodes by number fill the slots."""
+        tenure, setup = self.tenure, self.tenure.setup
+        slots = range(setup.pipelines * setup.stages)
+        records = sorted(tenure.roll.nodes.values(), key=lambda record: record.node)[: len(slots)]
+        prints = {record.fingerprint for record in records}
+        if tenure.job.exact and len(prints) > 1:
+            raise RunError(
+                f"nodes differ in what exact results depend on ({'; '.join(sorted(prints))}): "
+                "use machines of one kind, or --set exact=false"
+            )
+        members = tuple(Member(record.node, record.worker) for record in records)
+        tenure.adopt(
+            first_epoch(setup, tenure.transport.address, members, tenure.folder.checkpoints, tenure.timeouts.beat)
+        )
+        tenure.event("epoch", number=1, members=[member.node for member in members], segments=setup.segments)
+        await tenure.publish()
+        if setup.strategy != "none":
+            full = {slot: Standing(versions={slot % setup.stages: setup.start}) for slot in slots}
+            tenure.aside(self._plan_ahead(full, setup.start, None))
+
+    async def lose(self, nodes: Sequence[int]) -> None:
+        """Nodes are gone for good. What they ran and held, others run and hold from now on."""
+        tenure, roll, epoch = self.tenure, self.tenure.roll, self.tenure.epoch
+        members = list(nodes) if epoch is None else [member.node for member in epoch.alive]
+        mourned = [node for node in nodes if node in members and node not in roll.gone]
+        roll.strike(nodes)
+        if not mourned:
+            return
+        if tenure.setup.strategy == "none" or epoch is None:
+            raise tenure.lost(mourned[0])
+        for node in mourned:
+            tenure.event("lost", node=node, step=tenure.ledger.next_step)
+        roll.gone |= set(mourned)
+        await tenure.write_record()
+        self.halt(mourned)
+
+    async def _drain(self, record: NodeRecord, seconds: float) -> None:
+        """A node has notice: the others go on without it before it goes. Who leaves when the run ends anyway, stays."""
+        tenure, roll, epoch, node = self.tenure, self.tenure.roll, self.tenure.epoch, record.node
+        tenure.event("notice", node=node, seconds=seconds)
+        if epoch is None or epoch.slot_of(node) is None:  # the run begins, or goes on, without it
+            roll.strike([node])
+            self._let_go(record)
+            return
+        roll.nodes[node] = record
+        if not epoch.kept or tenure.finish is not None:
+            return
+        roll.leaving.add(node)
+        if roll.all_leave(epoch):
+            self._evacuate()
+        elif self.halting is None:
+            self.halt()
+
+    def _evacuate(self) -> None:
+        """Everybody has notice: end after the steps that are open, with a checkpoint if there is a place for it."""
+        self.evacuated = True
+        self.tenure.roll.leaving.clear()
+        self.tenure.end_before(min(self.tenure.ledger.next_step + 2, self.tenure.setup.steps))
+
+    def _relieve(self) -> list[int]:
+        """The steps that were open are complete: whoever has notice has nothing more to give, and may go."""
+        epoch, roll = self.tenure.epoch, self.tenure.roll
+        assert epoch is not None
+        members = [epoch.members[slot] for slot in epoch.leaving]
+        nodes = [member.node for member in members if member is not None and member.node in roll.leaving]
+        for node in nodes:
+            self._let_go(roll.nodes[node])
+        return nodes
+
+    def _let_go(self, record: NodeRecord) -> None:
+        tenure = self.tenure
+        tenure.roll.leaving.discard(record.node)
+        tenure.roll.gone.add(record.node)
+        tenure.event("left", node=record.node, step=tenure.ledger.next_step)
+        if record.node == tenure.node:
+            tenure.aside(self._step_down())
+        else:
+            tenure.transport.post(record.agent, letters.encode(letters.Stop("it has notice and may go")))
+
+    async def _step_down(self) -> None:
+        """This node goes: whoever leads next finds all that there is to know in the store."""
+        await self.tenure.write_record()
+        self._relieved.set()
+
+    def grow(self) -> None:
+        """At a commit: whoever waits comes in, and whoever has caught up takes its place, all in one new epoch."""
+        tenure, roll, epoch = self.tenure, self.tenure.roll, self.tenure.epoch
+        if epoch is None or tenure.finish is not None or not self.calm:
+            return
+        if roll.arrived or (roll.empty(epoch) and roll.waiting(epoch)):
+            self.halt()
+
+    def level(self, message: letters.Level) -> None:
+        """A new copy is complete: the layer has two holders again."""
+        tenure, epoch = self.tenure, self.tenure.epoch
+        if epoch is None or message.epoch != epoch.number:
+            return
+        shadows = tuple(
+            msgspec.structs.replace(shadow, fresh=False)
+            if shadow.stage == message.stage and epoch.slot_of(message.node) == shadow.slot
+            else shadow
+            for shadow in epoch.shadows
+        )
+        tenure.epoch = epoch = msgspec.structs.replace(epoch, shadows=shadows)
+        tenure.toll.risk(not protected(epoch))
+        tenure.event("protected", node=message.node, stage=message.stage)
+        if tenure.roll.arrive(message.node):  # it takes its place at the next commit, which waits for it already
+            tenure.ledger.workers = len(tenure.roll.crew)
+        elif self.halting is None and (tenure.roll.leaving or any(each.moves and not each.fresh for each in shadows)):
+            self.halt()  # its copy is complete: it can move, and whoever had to wait for it can go
+
+    # The epoch is left, and the next is made.
+
+    @property
+    def calm(self) -> bool:
+        """Whether nothing is being left or made good."""
+        return self.halting is None and self.recovering is None
+
+    def halt(self, lost: Sequence[int] = ()) -> None:
+        """Let everyone who is left leave the epoch and report. A further loss meanwhile starts this over."""
+        tenure, before = self.tenure, self.halting
+        assert tenure.epoch is not None
+        number = 1 + (before.number if before is not None else tenure.epoch.number)
+        gone = {*lost, *(before.lost if before is not None else ())}
+        left = {member.node for member in tenure.roll.staying(tenure.epoch)} - gone
+        began = before.began if before is not None else tenure.clock.now()
+        detect_s = max(before.detect_s if before is not None else 0.0, tenure.toll.took_to_detect(lost))
+        self.halting = Halting(number, gone, left, began, detect_s)
+        self._tell_halt(self.halting)
+        if not left:
+            raise tenure.lost(min({*gone, *tenure.roll.gone}))
+
+    def _tell_halt(self, halting: Halting) -> None:
+        assert self.tenure.epoch is not None
+        body = letters.encode(letters.Halt(halting.number, self.tenure.transport.address))
+        for member in self.tenure.epoch.alive:
+            if member.node in halting.expected and member.node not in halting.standings:
+                self.tenure.transport.post(member.address, body)
+
+    async def report(self, report: letters.Report) -> None:
+        """What a worker had when it left the epoch. When all have said so, the next begins."""
+        halting = self.halting
+        if halting is None or report.epoch < halting.number:
+            return
+        if report.epoch > halting.number:  # somebody who led before was further: begin above that
+            halting.number = report.epoch
+            self.halt()
+            return
+        halting.standings[report.node] = report.standing
+        if halting.complete:
+            await self._regroup(halting)
+
+    async def _regroup(self, halting: Halting) -> None:
+        """All have reported: decide how the open steps are completed, and who does what from now on."""
+        tenure, old = self.tenure, self.tenure.epoch
+        assert old is not None
+        slots = {member.node: slot for slot, member in enumerate(old.members) if member is not None}
+        standings = {slots[node]: standing for node, standing in halting.standings.items()}
+        committed, ready_made = tenure.ledger.next_step, tenure.plans.hits
+        made = await self._decide(halting, old, slots, standings)
+        self.halting = None
+        self.recovering = Recovering(halting, tenure.clock.now(), made)
+        self._beats.clear()
+        tenure.adopt(made.epoch)
+        tenure.toll.risk(not protected(made.epoch))
+        tenure.event(
+            "epoch",
+            number=made.epoch.number,
+            members=[member.node for member in made.epoch.alive],
+            step=made.epoch.start,
+            open_steps=made.epoch.recovery.steps,
+            planned_ahead=tenure.plans.hits > ready_made,
+            why=made.why,
+        )
+        await tenure.publish()
+        tenure.aside(self._plan_ahead(standings, committed, old))
+
+    async def _decide(
+        self, halting: Halting, old: Epoch, slots: Mapping[int, int], standings: Mapping[int, Standing]
+    ) -> Regrouped:
+        """The next epoch: with what the survivors hold or, if a layer has no holder left, from a checkpoint."""
+        tenure, setup, committed = self.tenure, self.tenure.setup, self.tenure.ledger.next_step
+        number, address = halting.number, tenure.transport.address
+        come = seats(setup, old, standings, committed, tenure.roll.waiting(old))
+        leaving = [slots[node] for node in tenure.roll.leaving if node in halting.standings]
+        stay = standings.keys() - set(leaving) or standings.keys()
+        if _nothing_learned(setup.start, standings):
+            return restart(setup, old, number, address, stay, setup.start, setup.resume_from, come)
+        if not homeless(setup, standings, committed):
+            return regroup(
+                setup,
+                old,
+                number,
+                address,
+                standings,
+                committed,
+                plans=tenure.plans,
+                moving=_moving(old, standings),
+                arrivals=come,
+                leaving=leaving,
+            )
+        found = await tenure.saves.newest(tenure.folder.checkpoints)
+        if found is None:
+            raise tenure.lost(min(halting.lost))
+        tenure.ledger.rewind(found[0])
+        tenure.folder.rewind(found[0])
+        return restart(setup, old, number, address, stay, *found, come)
+
+    async def _plan_ahead(self, standings: Mapping[int, Standing], committed: int, old: Epoch | None) -> None:
+        """Plans for whoever may be lost next, one at a time and aside: when it happens they are there."""
+        tenure = self.tenure
+        made = ahead(world_of(tenure.setup, standings, committed, old, tenure.plans))
+        while await tenure.clock.aside(next, made, None) is not None:
+            pass
+
+    def all_ready(self) -> None:
+        """Everyone of the epoch has built what it holds; where no step was open, that was all there was to do."""
+        tenure = self.tenure
+        assert tenure.epoch is not None
+        if self.recovering is not None:
+            self.recovering.ready_at = tenure.clock.now()
+            if not tenure.epoch.recovery.steps:
+                self.recovered(tenure.epoch.start)
+
+    def recovered(self, step: int) -> None:
+        """A step is committed. If it is the last of those that were open, the loss is made good."""
+        recovering, tenure = self.recovering, self.tenure
+        if recovering is None or step < recovering.made.epoch.start - 1:
+            return
+        self.recovering = None
+        lost = {*recovering.halting.lost, *self._relieve()}
+        if lost:
+            tenure.event("recovered", **msgspec.to_builtins(tenure.toll.recovered(recovering, lost)))
+
+    # Silence.
+
+    def suspect(self, message: letters.Failed) -> None:
+        """A worker misses another one. Who is gone the store knows, in a moment. If nobody is, a connection broke:
+        what was lost with it is sent again in a new epoch or, where nothing is kept, the run ends."""
+        tenure, number = self.tenure, self.tenure.number
+        tenure.event("suspected", node=message.node, why=message.message)
+        tenure.toll.sign()
+
+        async def believe() -> None:
+            await tenure.clock.sleep(tenure.timeouts.doubt)
+            self._remind(Doubt(number, message))
+
+        tenure.aside(believe())
+
+    def resolve(self, doubt: Doubt) -> None:
+        if self.tenure.number == doubt.epoch and self.halting is None:
+            self.halt()
+
+    def beat(self, beat: letters.Beat) -> None:
+        if beat.epoch == self.tenure.number:
+            self._beats[beat.node] = beat.done
+            self._slowest_s = max(self._slowest_s, beat.slowest_s)
+
+    async def watch_progress(self) -> None:
+        """Nothing moves any more, and nobody is gone: something got lost on the way. Then all is sent again."""
+        tenure, seen = self.tenure, None
+        while True:
+            await tenure.clock.sleep(tenure.timeouts.progress + 5 * self._slowest_s)
+            counts = (tenure.ledger.next_step, len(tenure.roll.ready), len(tenure.finals), len(tenure.saves))
+            mark = (tenure.number, self.halting, dict(self._beats), counts)
+            if mark == seen:
+                self._remind(Stall(tenure.number))
+            seen = mark
+
+    def wake(self, stall: Stall) -> None:
+        tenure = self.tenure
+        if tenure.epoch is None or stall.epoch != tenure.number:
+            return
+        if self.halting is not None:
+            self._tell_halt(self.halting)
+        elif not self._waits_for_permission():
+            why = "nothing moves and nobody is gone: all is sent again"
+            tenure.event("stalled", step=tenure.ledger.next_step, why=why)
+            self.halt()
+
+    def _waits_for_permission(self) -> bool:
+        """Whether it is the user's turn: a hook or a launcher has to let the next step begin."""
+        tenure = self.tenure
+        return tenure.roll.all_ready and tenure.finish is None and tenure.permitted <= tenure.ledger.next_step
+
+
+def _moving(epoch: Epoch, standings: Mapping[int, Standing]) -> list[int]:
+    """The slots whose workers have a complete copy of the stage that they are to move to."""
+    ready = [shadow for shadow in epoch.shadows if shadow.moves and not shadow.fresh]
+    return [shadow.slot for shadow in ready if shadow.stage in standings.get(shadow.slot, Standing()).versions]
+
+
+def _nothing_learned(start: int, standings: Mapping[int, Standing]) -> bool:
+    """Whether no weight has moved since the run began: then anybody can build any layer, as it was."""
+    versions = [version for standing in standings.values() for version in standing.versions.values()]
+    return max(versions, default=start) == start
