@@ -91,12 +91,9 @@ def _transport(order: Start, *, look_out: float = 0.0) -> SocketTransport:
 
 
 def _look_out(neighbours: int) -> float:
-    """Seconds that a worker watches for a frame before it sleeps: only where it has a core to itself, and for long only
-    where there are two for each, since cores of a rented machine are often halves of one."""
-    cores = len(os.sched_getaffinity(0))
-    if cores >= 2 * neighbours:
-        return 0.020
-    return 0.003 if cores > neighbours else 0.0
+    """Seconds that a worker watches for a frame before it sleeps: only where every worker has a core to itself and one
+    is left for the rest, since waking up takes longer than most frames do."""
+    return 0.020 if len(os.sched_getaffinity(0)) > neighbours else 0.0
 
 
 def _keep_memory() -> None:

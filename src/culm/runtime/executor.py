@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _BUCKET = 25 << 20
 """Bytes that are added up over the pipelines at once: large enough for the wire, small enough to copy."""
-_WAITS = 3
+_WAITS = 6
 """How many steps back a wait is looked at: a bubble that was too short once is left alone for so long."""
 _YIELD_S = 0.02
 """How long the loop may run without letting letters in."""
