@@ -16,10 +16,10 @@ from culm.errors import RunError
 from culm.observe.folder import saved
 from culm.plan.partition import count
 from culm.providers.local import LocalNursery, LocalRun, local_run
+from culm.providers.run import Came, Lost, News
 
 if TYPE_CHECKING:
     from culm.cli.display import Display
-    from culm.cluster.recovered import Recovered
     from culm.cluster.setup import Request, Setup
     from culm.providers.nursery import JobSource
 
@@ -108,10 +108,12 @@ async def _watch_losses(run: LocalRun, display: Display) -> None:
         display.news(told_of(await run.news()))
 
 
-def told_of(news: int | Recovered) -> str:
-    """A loss, or a recovery, as a line."""
-    if isinstance(news, int):
-        return f"node {news} is gone"
+def told_of(news: News) -> str:
+    """A loss, a newcomer, or a recovery, as a line."""
+    if isinstance(news, Lost):
+        return f"node {news.node} is gone"
+    if isinstance(news, Came):
+        return f"node {news.node} has come: it gets a copy of a stage and then its place"
     milliseconds = news.detect_ms + news.decide_ms + news.move_ms + news.redo_ms
     nodes = listed(news.lost, "node")
     again = "nothing" if not news.redone_actions else count(news.redone_actions, "action")
