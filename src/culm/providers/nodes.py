@@ -23,6 +23,8 @@ class Nodes:
         self._run, self._provider = run, provider
         self.there: set[int] = set()
         self._returns = 0
+        self._became: dict[int, int] = {}
+        """A node that came back by itself, and the number that it has now."""
 
     async def start(self, count: int = 1, zone: str = "") -> range:
         """Bring up nodes with the next numbers; they join by themselves."""
@@ -33,6 +35,9 @@ class Nodes:
         return numbers
 
     def stop(self, node: int, notice_s: float = 0.0) -> None:
+        """Take the machine of a node away, whatever number it has by now."""
+        while node in self._became:
+            node = self._became[node]
         self._provider.stop(node, notice_s)
 
     async def watch(self) -> None:
@@ -47,7 +52,7 @@ class Nodes:
             self.there.discard(node)
             if status == REJOIN and not self._run.ended and self._returns < _RETURNS:
                 self._returns += 1
-                await self.start()
+                (self._became[node],) = await self.start()
             elif not self._run.joined(node) and node < self._run.setup.nodes:
                 self._run.fail(f"node {node} ended with status {status} before it had joined")
             if not self.there:

@@ -15,6 +15,7 @@ import io
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -119,11 +120,14 @@ class Nursery:
         """By process id of the agent."""
         self._boards: dict[int, Board] = {}
         """By run: what nodes that are to be struck know of each other."""
+        self._deadlines: dict[int, float] = {}
+        """By process id of the agent: when a notice has run out."""
 
     def serve(self) -> None:
         """Obey until the launcher is gone."""
         while True:
             self._reap()
+            self._enforce()
             try:
                 if self._pipe.poll(_REAP_S):
                     self._obey(_orders.decode(self._pipe.recv_bytes()))
@@ -188,6 +192,15 @@ class Nursery:
         for agent, started in self._nodes.items():
             if (started.node, started.run) == (order.node, order.run):
                 os.kill(agent, signal.SIGTERM if order.notice_s else signal.SIGKILL)
+                self._deadlines[agent] = time.monotonic() + order.notice_s
+
+    def _enforce(self) -> None:
+        """Nobody stays for longer than his notice."""
+        now = time.monotonic()
+        for agent in [agent for agent, deadline in self._deadlines.items() if deadline <= now]:
+            del self._deadlines[agent]
+            if agent in self._nodes:
+                os.kill(agent, signal.SIGKILL)
 
     def _reap(self) -> None:
         while self._nodes:

@@ -11,6 +11,8 @@ from culm.cluster.recovered import Recovered, decode_recoveries
 from culm.cluster.setup import Result, Setup, decode_node, decode_result, encode
 from culm.errors import RunError
 from culm.providers.nodes import Nodes
+from culm.runtime import epoch as letters
+from culm.schedule import Plan
 
 if TYPE_CHECKING:
     from culm.cluster.store import Store
@@ -42,6 +44,13 @@ class LocalRun:
         """Nodes that vanished while the run went on, in order."""
         self.leader: int | None = None
         """The node that leads, or led last; None: nobody yet."""
+        self.full_steps_s: list[float] = []
+        """Seconds of each step that began and ended while every slot was filled."""
+        self.samples_per_step = 0
+        self._full = False
+        self._last_t: float | None = None
+        """When the last step ended, if the epoch is still the same."""
+        self._begun = asyncio.Event()
         self._joined: set[int] = set()
         self._up: set[int] = set()
         self._recoveries = 0
@@ -72,7 +81,9 @@ class LocalRun:
         elif kind == "leader":
             self.leader = int(value)
         elif kind == "step":
-            self._steps.put_nowait(msgspec.msgpack.decode(value))
+            self._hear_of_step(msgspec.msgpack.decode(value))
+        elif kind == "epoch":
+            self._full, self._last_t = _filled(value), None
         elif kind == "record":
             self._hear_of_recoveries(decode_recoveries(value).recoveries)
         elif kind == "result":
@@ -88,6 +99,13 @@ class LocalRun:
             self._ups.put_nowait(node)
             if node >= self.setup.nodes:
                 self._news.put_nowait(Came(node))
+
+    def _hear_of_step(self, metrics: dict[str, Any]) -> None:
+        self._begun.set()
+        if self._full and self._last_t is not None:
+            self.full_steps_s.append(metrics["t"] - self._last_t)
+        self.samples_per_step, self._last_t = metrics["samples"], metrics["t"]
+        self._steps.put_nowait(metrics)
 
     def _hear_of_recoveries(self, recoveries: tuple[Recovered, ...]) -> None:
         for recovered in recoveries[self._recoveries :]:
@@ -107,6 +125,10 @@ class LocalRun:
                 await self.store.swap(key, None, value)
             else:
                 await self.store.put(key, value)
+
+    async def begun(self) -> None:
+        """Wait for the first step to be committed."""
+        await self._begun.wait()
 
     async def news(self) -> News:
         """The next node that came or is lost, or the next loss that the run has recovered from."""
@@ -146,3 +168,11 @@ class LocalRun:
     async def result(self) -> Result:
         """How it ended."""
         return await asyncio.shield(self._result)
+
+
+def _filled(epoch: bytes) -> bool:
+    """Whether every slot has a worker that runs its stage."""
+    found = letters.decode(epoch)
+    assert isinstance(found, letters.Epoch)
+    plan = Plan.from_text(found.plan)
+    return None not in found.members and all(plan.stages_of(slot) for slot in range(len(found.members)))
