@@ -22,7 +22,7 @@ from culm.testing import reference
 
 from .jobs import Nap, job
 
-STEPS = 60
+STEPS = 40
 P3 = Path(__file__).parents[2] / "../shared/traces/bamboo/p3-trace.csv"
 
 
@@ -133,7 +133,7 @@ def test_a_replayed_trace_takes_nodes_and_brings_new_ones_and_no_bit_differs(
         request,
         Display(),
         prepared=lambda _: None,
-        market=lambda setup: rent(trace, setup.nodes, speedup=80),
+        market=lambda setup: rent(trace, setup.nodes, speedup=100),
         nursery=nursery,
     )
     expected = reference(described())

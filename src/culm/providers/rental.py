@@ -60,7 +60,7 @@ def rent(trace: Trace, nodes: int, *, speedup: float = 1.0, notice_s: float = 0.
             begins, first = t, tuple(list(market.values())[:nodes])
             rented = {event.node: event for event in first}
         elif first:
-            for node in [node for node in went if node in rented]:
+            for node in [node for node in dict.fromkeys(went) if node in rented]:
                 moves.append(Event((t - begins) / speedup, "remove", node, rented.pop(node).zone))
             for event in [event for node, event in market.items() if node not in rented][: nodes - len(rented)]:
                 rented[event.node] = event
