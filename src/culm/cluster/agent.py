@@ -50,8 +50,9 @@ class Agent:
         self._worker_address: asyncio.Future[Address] = asyncio.get_running_loop().create_future()
         self._leader: Leader | None = None
 
-    async def run(self) -> None:
-        """Until the run has a result, the worker died, or the store is out of reach; then nothing of it is left.
+    async def run(self) -> bool:
+        """Until the run has a result (True), or until the worker died or the others took this node for dead (False:
+        its machine may come back as a new node). Nothing of it is left then.
 
         The node's session in the store should end right after: that is how the others hear of a node that is gone.
         """
@@ -61,11 +62,12 @@ class Agent:
         leaving = asyncio.create_task(self._leave())
         try:
             await asyncio.wait([reading, worker, following, leaving], return_when=asyncio.FIRST_COMPLETED)
-            if following.done():
+            if following.done() and following.exception() is None:
                 await asyncio.wait([worker], timeout=_PATIENCE_S)  # it was told to stop, and may have to tidy up
             elif worker.done() and self._leader is not None and self._leader.tenure.setup.strategy == "none":
                 self._leader.inbox.put_nowait(self._leader.tenure.lost(self.node))
                 await asyncio.wait([following], timeout=_PATIENCE_S)
+            return following.done() and following.exception() is None
         finally:
             await _ended(reading, worker, following, leaving)
 

@@ -7,12 +7,14 @@ import ctypes
 import gc
 import os
 import signal
+import sys
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from culm.cluster.agent import Agent
 from culm.cluster.store import RemoteStore
+from culm.providers.base import REJOIN
 from culm.providers.nursery import NVML_CHECK, Start, fork, readable
 from culm.providers.strike import Board, Striker
 from culm.runtime.clock import RealClock
@@ -43,10 +45,12 @@ def run_node(job: Job, order: Start, board: Board | None = None) -> None:
 
     worker = fork(child)
     theirs.close()
-    asyncio.run(_agent(job, order, ours, worker, clock))
+    if not asyncio.run(_agent(job, order, ours, worker, clock)):
+        sys.exit(REJOIN)
 
 
-async def _agent(job: Job, order: Start, pipe: Connection, worker: int, clock: RealClock) -> None:
+async def _agent(job: Job, order: Start, pipe: Connection, worker: int, clock: RealClock) -> bool:
+    """Whether the run has ended."""
     transport = _transport(order)
     store = RemoteStore(order.store, transport)
 
@@ -56,7 +60,7 @@ async def _agent(job: Job, order: Start, pipe: Connection, worker: int, clock: R
 
     agent = Agent(job, order.node, fingerprint(job), transport, clock, store, start_worker)
     try:
-        await agent.run()
+        return await agent.run()
     finally:
         _kill(worker)
         await transport.close()
