@@ -6,7 +6,7 @@ first, then what another segment waits for, and W last; or, by the other rule, w
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
@@ -292,9 +292,3 @@ def whole_step(segments: int, micro_batches: int, *, split: bool, step: int = 0)
     """Everything there is to do in a step."""
     kinds = (Kind.F, Kind.I, Kind.W) if split else (Kind.F, Kind.B)
     return [Lot(Cell(step, g, m), kinds) for m in range(micro_batches) for g in range(segments)]
-
-
-def busiest(lists: Collection[Sequence[Task]], costs: Costs, segments: int) -> float:
-    """The work of the busiest worker: no placement of the same lists is done before that."""
-    price = prices(costs, segments)
-    return max((sum(price[task.action.kind][task.action.segment] for task in row) for row in lists), default=0.0)

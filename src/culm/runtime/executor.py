@@ -18,7 +18,7 @@ from torch import Tensor
 from culm.plan.recover import Wiring, made, needed
 from culm.runtime.data import Values, evaluation_batch, evaluation_share, micro_batch
 from culm.runtime.desk import Sum
-from culm.schedule import Action, Kind, Plan
+from culm.schedule import Action, Kind, Plan, lower
 from culm.transport.base import Group, Key, Tensors
 
 if TYPE_CHECKING:
@@ -115,30 +115,22 @@ class Executor:
             group.close()
 
     def _compile(self, plan: Plan) -> list[Op]:
-        placement = plan.placement()
-        takers: dict[Action, int] = {}
-        makers: dict[Action, int] = {}
-        for action, worker in placement.items():
-            needs, makes = needed(action, plan.segments), made(action)
-            if needs is not None:
-                takers[needs] = worker
-            if makes is not None:
-                makers[makes] = worker
         ops = []
-        for action in plan.workers[self.slot] if self.slot < len(plan.workers) else ():
+        for action, receives, sends in lower(plan)[self.slot] if self.slot < len(plan.workers) else ():
             needs, makes = needed(action, plan.segments), made(action)
-            source = None if needs is None else makers[needs]
-            taker = None if makes is None else takers.get(makes)
+            taken = makes is not None and (
+                action.segment + 1 < plan.segments if action.kind is Kind.F else action.segment > 0
+            )
             ops.append(
                 Op(
                     action=action,
                     segment=self.segments[action.segment],
                     label=str(action),
                     name=None if makes is None else str(makes),
-                    source=str(needs) if source is not None and source != self.slot else None,
-                    home=str(needs) if source == self.slot else None,
-                    targets=() if taker in (None, self.slot) else (self.epoch.address(taker or 0),),
-                    keeps=taker == self.slot,
+                    source=str(needs) if receives else None,
+                    home=str(needs) if needs is not None and not receives else None,
+                    targets=tuple(self.epoch.address(edge.target) for edge in sends),
+                    keeps=taken and not sends,
                 )
             )
         return ops
