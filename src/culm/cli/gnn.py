@@ -58,6 +58,14 @@ def run(
     kill: Annotated[list[str] | None, typer.Option(help="As in 'worker epoch=5' or 'server=1 epoch=9'.")] = None,
     instance: Annotated[str, typer.Option(help="Whose price the servers are billed at.")] = "c5n.2xlarge",
     threads: Annotated[Number, typer.Option(help="Threads of a graph server.")] = None,
+    etcd: Annotated[
+        Words, typer.Option(metavar="URL[,URL...]", help="Where servers meet; default: a private one.")
+    ] = None,
+    etcd_user: Annotated[str, typer.Option(metavar="NAME", help="Its password is in CULM_ETCD_PASSWORD.")] = "",
+    etcd_ca: Annotated[str, typer.Option(metavar="FILE", help="Certificates of those who sign for etcd.")] = "",
+    etcd_cert: Annotated[str, typer.Option(metavar="FILE", help="Client certificate.")] = "",
+    etcd_key: Annotated[str, typer.Option(metavar="FILE", help="Its key.")] = "",
+    suspect_after: Annotated[float, typer.Option(metavar="S", help="Until a server that hangs is replaced.")] = 10.0,
     out: Annotated[Words, typer.Option(metavar="DIR", help="Folder for the run's files; must be empty.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show nothing but errors.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print the summary as JSON, all else on stderr.")] = False,
@@ -66,6 +74,7 @@ def run(
     """Train a graph network on a whole graph, with servers and workers as local processes."""
     with failing(debug=debug):
         from culm.gnn.api import train
+        from culm.gnn.meeting import access_of
 
         console = console_on(stderr=json_)
         progress = Progress(console, epochs, quiet=quiet)
@@ -77,7 +86,8 @@ def run(
                 epochs=epochs, seed=seed, split_seed=split_seed, evaluate_every=evaluate_every, patience=patience,
                 checkpoint_every=checkpoint_every, normalize=normalize, symmetrize=symmetrize, latency_s=latency / 1e3,
                 kills=tuple(kill or ()), instance=instance, threads=threads, host=host, out=out,
-                watcher=progress.watcher(),
+                etcd=access_of(etcd, user=etcd_user, ca=etcd_ca, cert=etcd_cert, key=etcd_key),
+                suspect_after=suspect_after, watcher=progress.watcher(),
             )  # fmt: skip
         if not quiet:
             console.print(ledger_table(result.summary, out))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from culm.gnn.launch import launcher as launchers
 from culm.gnn.launch.base import Launcher
 from culm.gnn.ledger import Evaluation
+from culm.gnn.meeting import access_of
 from culm.gnn.model import Model, model_of, state_dict
 from culm.gnn.program import Place
 from culm.gnn.readers import as_graph
@@ -23,6 +24,8 @@ from culm.gnn.shelf import Adam
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
+
+    from culm.cluster.etcd import Access
 
 __all__ = ["Result", "Watcher", "train"]
 T = TypeVar("T")
@@ -95,6 +98,8 @@ def train(
     checkpoint_every: int = 10,
     kills: Sequence[str] = (),
     instance: str = "c5n.2xlarge",
+    etcd: str | Access | None = None,
+    suspect_after: float = 10.0,
     symmetrize: bool = False,
     split_seed: int = 0,
     out: str | None = None,
@@ -112,6 +117,8 @@ def train(
     `launcher`: local, ray, lambda (with options: see culm.gnn.launch), or one of your own. `host`: the address of this
     machine under which workers reach it. `share`: workers on this machine read tables in place, no rows are sent.
     `edges`: who applies attention to edges, worker or server (default: by their number).
+    `etcd`: where servers meet, URLs or a culm.cluster.etcd.Access (default: a private one of this machine);
+    `suspect_after`: seconds after which a server that hangs is replaced.
     `kills`: processes to end on purpose, as in "worker epoch=5", "server=1 epoch=9" or "chaos workers=100 servers=5".
 
     Raises UsageError for a wrong request, before anything is started, and RunError when the run fails. Nothing is left
@@ -158,6 +165,8 @@ def train(
         checkpoint_every=checkpoint_every,
         kills=tuple(kills),
         instance=instance,
+        etcd=access_of(etcd),
+        suspect_after=suspect_after,
         out=out,
     )
     wanted.check()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import threading
 import time
 from functools import lru_cache
 from pathlib import Path
@@ -30,16 +31,27 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from culm.cluster.store import Store
+    from culm.gnn.board import Feed
     from culm.gnn.link import Heard
 
 _TICK_S = 0.1
 
 
+_reading = threading.Lock()
+
+
+def share(setup: Setup, number: int) -> tuple[Shard, list[list[Feed]]]:
+    """A server's part of the graph, and whom each of its intervals gathers from."""
+    with _reading:
+        return _share(setup, number)
+
+
 @lru_cache(maxsize=1)
-def _shard(setup: Setup, number: int) -> Shard:
+def _share(setup: Setup, number: int) -> tuple[Shard, list[list[Feed]]]:
     """Read once a process: a new generation needs no new tables."""
     part, source, labels, roles = read_part(Path(setup.parts), number)
-    return Shard(part, setup.model, source, labels, roles)
+    shard = Shard(part, setup.model, source, labels, roles)
+    return shard, shard.feeds()
 
 
 class GraphSession:
@@ -50,11 +62,11 @@ class GraphSession:
         self._generation = generation
         self._listener = Listener(token, self._accepted, setup.host)
         self.address = self._listener.address
-        self._shard = _shard(setup, number)
+        self._shard, feeds = share(setup, number)
         self._board = Board(
             setup.model,
             server=number,
-            feeds=self._shard.feeds(),
+            feeds=feeds,
             plan=passes(setup.epochs, setup.evaluate_every),
             mode=setup.mode,
             staleness=setup.staleness,
