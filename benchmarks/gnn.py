@@ -9,7 +9,6 @@ large     a million vertices: time per epoch, and memory of all processes togeth
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
@@ -18,7 +17,7 @@ from typing import Any, TypeAlias, TypedDict
 from rich.table import Table
 
 from benchmarks.gnn_case import GRAPHS, Case, Curve, Request
-from benchmarks.gnn_sides import SYSTEMS, train, train_watched
+from benchmarks.gnn_sides import SYSTEMS, available, train, train_watched
 from benchmarks.paired import interval
 from culm.gnn.price import bill, prices_of, value
 
@@ -152,10 +151,6 @@ def run(
         cores=cores,
         instance=INSTANCE,
     )
-
-
-def available() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 def compared(

@@ -27,6 +27,11 @@ _LOOK_S = 0.25
 _PR_SET_PDEATHSIG = 1
 
 
+def available() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
 def train(request: Request) -> Curve:
     """Train, and return the curve. Raises RunError with the last line that was said when it fails."""
     return _run(request, None)
