@@ -18,7 +18,7 @@ from typing import TypeAlias, TypedDict
 import msgspec
 
 from benchmarks.gnn_case import GRAPHS, Case, Curve, Request
-from benchmarks.gnn_sides import available, train
+from benchmarks.gnn_sides import available, side_by_side
 
 PEER = "pyg-sparse"
 SYSTEMS = (PEER, "culm-sync", "culm-async", "culm-async-1")
@@ -26,7 +26,7 @@ TARGET = 0.99
 EVERY = 5
 SEEDS = 5
 
-Train: TypeAlias = Callable[[Request], Curve]
+Trained: TypeAlias = Callable[[Sequence[Request]], list[Curve]]
 
 
 class Accuracy(TypedDict):
@@ -60,12 +60,13 @@ CASES = (
 """Wide features and no input dropout on the larger ones: their time goes into the first product."""
 
 
-def compared(case: Case, systems: Sequence[str], seeds: int, cores: int, side: Train = train) -> list[Accuracy]:
+def compared(
+    case: Case, systems: Sequence[str], seeds: int, cores: int, trained: Trained = side_by_side
+) -> list[Accuracy]:
     """All systems on one graph; PyG is always among them."""
-    curves = {
-        system: [side(request(case, system, seed, cores)) for seed in range(seeds)]
-        for system in dict.fromkeys((PEER, *systems))
-    }
+    everyone = list(dict.fromkeys((PEER, *systems)))
+    found = trained([request(case, system, seed, cores) for system in everyone for seed in range(seeds)])
+    curves = {system: found[i * seeds : (i + 1) * seeds] for i, system in enumerate(everyone)}
     return [row(case, system, own, curves[PEER]) for system, own in curves.items()]
 
 
@@ -109,7 +110,7 @@ def main() -> None:
     parser.add_argument("--graphs", default=",".join(case.name for case in CASES), help="names, with commas")
     parser.add_argument("--systems", default=",".join(SYSTEMS), help="names, with commas")
     parser.add_argument("--seeds", type=int, default=SEEDS)
-    parser.add_argument("--cores", type=int, default=available())
+    parser.add_argument("--cores", type=int, default=available(), help="of one training; others run beside it")
     parser.add_argument("--json", type=Path, help="a file for the rows; written after every graph")
     given = parser.parse_args()
     rows: list[Accuracy] = []

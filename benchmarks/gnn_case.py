@@ -87,5 +87,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Injected into every task of culm's workers."""
     intervals: int | None = None
     """Of each of culm's graph servers; by default its own choice."""
+    servers: int | None = None
+    """Culm's graph servers; by default one for every four cores."""
+    first: int = 0
+    """Of the cores that this process may use, where it begins to take its own."""
     every: int | None = None
     """Epochs between evaluations; by default one, for culm `gnn_ours.EVERY`."""

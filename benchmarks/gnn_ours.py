@@ -36,7 +36,7 @@ def train(request: Request) -> Curve:
         seed=request.seed,
         mode=mode,
         staleness=int(staleness),
-        servers=max(1, request.cores // CORES_PER_SERVER),
+        servers=request.servers or max(1, request.cores // CORES_PER_SERVER),
         workers=request.cores,
         intervals=request.intervals,
         latency_s=request.latency_s,
