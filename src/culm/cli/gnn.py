@@ -36,6 +36,7 @@ def run(
     heads: Annotated[Number, typer.Option(help="Attention heads of a gat; default 8.")] = None,
     dropout: Annotated[float, typer.Option(help="On the input of every layer.")] = 0.5,
     input_dropout: Annotated[float | None, typer.Option(help="On the features; default: as --dropout.")] = None,
+    attention_dropout: Annotated[float | None, typer.Option(help="On a gat's edges; default: as --dropout.")] = None,
     lr: Annotated[float, typer.Option(help="Of Adam.")] = 0.01,
     weight_decay: Annotated[float, typer.Option(help="Of Adam.")] = 5e-4,
     servers: Annotated[int, typer.Option(help="Graph servers.")] = 1,
@@ -81,6 +82,7 @@ def run(
         with terminable(), progress:
             result: Result = train(
                 graph, model, layers=layers, hidden=hidden, heads=heads, dropout=dropout, input_dropout=input_dropout,
+                attention_dropout=attention_dropout,
                 lr=lr, weight_decay=weight_decay, servers=servers, parameter_servers=parameter_servers,
                 workers=_workers(workers), intervals=intervals, mode=mode, staleness=staleness, launcher=launcher,
                 epochs=epochs, seed=seed, split_seed=split_seed, evaluate_every=evaluate_every, patience=patience,
