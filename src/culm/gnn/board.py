@@ -77,6 +77,8 @@ class _Interval:
     at: int = 0
     pinned: dict[int, int] = field(default_factory=dict)
     """Version by layer, from the first read in this pass on."""
+    ahead: dict[int, int] = field(default_factory=dict)
+    """The same for the next pass, once its first task has been promised to somebody."""
 
 
 class Board:
@@ -169,20 +171,45 @@ class Board:
         return max(first, oldest)
 
     def _weights_missing(self, task: Task, step: Step, now: Pass) -> str | None:
-        pinned = self._intervals[task.interval].pinned
-        oldest = now.version - (self._staleness if self._mode == "async" and now.train else 0)
+        pinned = self._pinned(task)
         for layer in weights_of(self._model, step):
-            if layer not in pinned and self._versions.get(layer, -1) < max(oldest, 0):
-                return f"version {oldest} of layer {layer} is not there yet"
+            needed = pinned.get(layer, self._oldest(now))
+            if self._versions.get(layer, -1) < needed:
+                return f"version {needed} of layer {layer} is not there yet"
         return None
+
+    def _oldest(self, now: Pass) -> int:
+        """The oldest version that a pass may begin with."""
+        return max(0, now.version - (self._staleness if self._mode == "async" and now.train else 0))
+
+    def _pinned(self, task: Task) -> dict[int, int]:
+        mine = self._intervals[task.interval]
+        return mine.pinned if task.number == mine.number else mine.ahead
 
     def versions(self, task: Task) -> dict[int, int]:
         """The version of each layer that a task reads; from here on pinned for its interval until the pass ends."""
-        pinned = self._intervals[task.interval].pinned
-        now = self.plan[task.number]
+        pinned, now = self._pinned(task), self.plan[task.number]
         for layer in weights_of(self._model, self.step(task)):
-            pinned.setdefault(layer, min(self._versions[layer], now.version))
+            newest = max(self._versions.get(layer, -1), self._oldest(now))
+            pinned.setdefault(layer, min(newest, now.version))
         return {layer: pinned[layer] for layer in weights_of(self._model, self.step(task))}
+
+    def following(self, task: Task) -> Task | None:
+        """The first task of an interval's next pass, if whoever does the last one of this pass may go on with it.
+
+        So it needs no way of its own: it waits at the worker for its weights. Without pipelining (`sync`): None.
+        """
+        number = task.number + 1
+        last = task.at + 1 == len(self._walks[self.plan[task.number].train])
+        if self._mode == "sync" or not last or number >= min(self._permitted, len(self.plan)):
+            return None
+        then = Task(number, 0, task.interval)
+        return then if self.step(then).place == self.step(task).place == "worker" else None
+
+    def waits(self, task: Task) -> bool:
+        """Whether a task that was given out ahead of its time still waits for its weights."""
+        pinned = self._pinned(task)
+        return any(self._versions.get(layer, -1) < version for layer, version in pinned.items())
 
     def oldest_version(self, layer: int) -> int:
         """No interval of this server will ever ask for an older one."""
@@ -247,7 +274,7 @@ class Board:
         mine.at += 1
         if mine.at == len(self._walks[self.plan[task.number].train]):
             mine.number, mine.at = mine.number + 1, 0
-            mine.pinned.clear()
+            mine.pinned, mine.ahead = mine.ahead, {}
 
     def _mark(self, step: Step, feed: Feed, number: int) -> None:
         sent = self._sent.setdefault((step.layer, step.back), np.full(len(self._places), -1, np.int64))
@@ -258,9 +285,13 @@ class Board:
         """Rows of an interval of another server have come."""
         self._mark(Step("SC", layer, back, "server"), feed, number)
 
-    def version(self, layer: int, version: int) -> None:
-        """A parameter server has a new version."""
+    def version(self, layer: int, version: int, now: float = 0.0) -> None:
+        """A parameter server has a new version. Whoever has waited for it begins only now."""
+        waiting = [task for task in self._running if self.waits(task)]
         self._versions[layer] = max(version, self._versions.get(layer, -1))
+        for task in waiting:
+            if not self.waits(task):
+                self._running[task].since = now
 
     def progressed(self, server: int, slowest: int) -> None:
         """Another server says in which pass its slowest interval is."""
@@ -289,7 +320,9 @@ class Board:
         """Tasks that take too long: to be run a second time, and whoever is first counts."""
         found = []
         for task, run in self._running.items():
-            if task not in self._again and now - run.since > self.patience(self.step(task)):
+            if task in self._again or self.waits(task):
+                continue
+            if now - run.since > self.patience(self.step(task)):
                 found.append(task)
         self._launch_again(found)
         return found

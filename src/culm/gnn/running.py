@@ -12,27 +12,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from culm.checkpoint.storage import Storage
-from culm.cluster.store import MemoryStore, StoreServer
 from culm.gnn import faults, prepare
 from culm.gnn.desk import Desk
-from culm.gnn.launch.base import Launcher, Ticket
+from culm.gnn.launch.base import Launcher
 from culm.gnn.launch.local import LocalLauncher
 from culm.gnn.lead import Leader
 from culm.gnn.ledger import Epoch, Evaluation
+from culm.gnn.meeting import Meeting, meet
 from culm.gnn.model import initial_weights
 from culm.gnn.page import page
 from culm.gnn.setup import Setup
 from culm.gnn.summary import summarise
 from culm.gnn.tune import Tuner
 from culm.observe.folder import RunFolder, claim
-from culm.transport.sockets import SocketTransport
 
 if TYPE_CHECKING:
     from culm.gnn.lead import Findings
     from culm.gnn.request import Request
 
 SERVERS = "culm.gnn.host:serve"
-_FOREVER_S = 30 * 24 * 3600.0
 _TUNE_S = 0.25
 
 
@@ -92,24 +90,25 @@ class _Run:
     async def go(self) -> Outcome:
         setup, intervals = await asyncio.to_thread(self._prepare)
         self._watcher.prepared(setup, self._wanted.graph)
-        transport = SocketTransport(secret=self._token.encode())
-        store = MemoryStore()
-        serving = asyncio.create_task(StoreServer(store, transport).serve())
-        host, _, port = transport.address.rpartition(":")
-        ticket = Ticket(self._run, self._token, host, int(port), _FOREVER_S)
-        first = self._wanted.first_workers
-        desk = Desk(self._run, self._token, self._workers, first, seconds=self._wanted.worker_seconds, told=self._event)
+        wanted = self._wanted
+        async with meet(
+            wanted.etcd, self._run, self._token, suspect_after=wanted.suspect_after, said=self._watcher.told
+        ) as meeting:
+            self._event(kind="store", where=meeting.kind)
+            return await self._together(setup, intervals, meeting)
+
+    async def _together(self, setup: Setup, intervals: int, meeting: Meeting) -> Outcome:
+        wanted = self._wanted
+        desk = Desk(
+            self._run, self._token, self._workers, wanted.first_workers, seconds=wanted.worker_seconds, told=self._event
+        )
         leader = Leader(
-            setup, store.client("leader"), desk, self._servers, ticket,
-            patience=self._wanted.patience, latency_s=self._wanted.latency_s,
+            setup, meeting, desk, self._servers,
+            patience=wanted.patience, latency_s=wanted.latency_s,
             told=self._event, epoch=self._epoch, evaluated=self._evaluated,
         )  # fmt: skip
-        try:
-            findings = await self._lead(leader, desk, intervals)
-            await desk.close()
-        finally:
-            serving.cancel()
-            await transport.close()
+        findings = await self._lead(leader, desk, intervals)
+        await desk.close()
         return self._outcome(setup, findings, desk, intervals)
 
     async def _lead(self, leader: Leader, desk: Desk, intervals: int) -> Findings:

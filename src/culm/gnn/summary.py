@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from culm.gnn.model import Weights
     from culm.gnn.setup import Setup
 
-WORKER_GB = 1.769
+WORKER_GB = 1769 / 1024
 """Memory at which AWS Lambda gives a worker one whole core."""
 
 
