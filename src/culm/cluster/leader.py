@@ -183,6 +183,8 @@ class Leader:
                 self.turnover.beat(message)
             case letters.Level():
                 self.turnover.level(message)
+            case letters.Inherited():
+                self.turnover.inherited(message)
             case letters.StepReport() | letters.EvaluationReport():
                 for done in self.tenure.ledger.note(message) if self._current(message) else ():
                     await self._committed(done)

@@ -94,7 +94,9 @@ class Tenure:
             known = await self.store.get(f"nodes/{member.node}")
             if known is not None:
                 self.roll.nodes[member.node] = decode_node(known)
-        self.roll.leaving = {node for node, record in self.roll.nodes.items() if record.leaves_in is not None}
+        notices = {node: there.leaves_in for node, there in self.roll.nodes.items()}
+        now = self.clock.now()
+        self.roll.leaving = {node: now + seconds for node, seconds in notices.items() if seconds is not None}
         return True
 
     def _remember(self, record: Record) -> None:

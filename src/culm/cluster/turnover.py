@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -122,7 +123,7 @@ class Turnover:
         roll.nodes[node] = record
         if not epoch.kept or tenure.finish is not None:
             return
-        roll.leaving.add(node)
+        roll.leaving[node] = tenure.clock.now() + seconds
         if roll.all_leave(epoch):
             self._evacuate()
         elif self.halting is None:
@@ -134,19 +135,29 @@ class Turnover:
         self.tenure.roll.leaving.clear()
         self.tenure.end_before(min(self.tenure.ledger.next_step + 2, self.tenure.setup.steps))
 
-    def _relieve(self) -> list[int]:
-        """The steps that were open are complete: whoever has notice has nothing more to give, and may go."""
-        epoch, roll = self.tenure.epoch, self.tenure.roll
-        assert epoch is not None
+    def inherited(self, message: letters.Inherited) -> None:
+        """A worker has all that those with notice had for it. When everyone has, these may go."""
+        recovering = self.recovering
+        if recovering is None or self.halting is not None or message.epoch != self.tenure.number:
+            return
+        recovering.heirs.add(message.node)
+        if recovering.heirs >= self.tenure.roll.crew:
+            self._relieve(recovering)
+
+    def _relieve(self, recovering: Recovering) -> None:
+        """Whoever has notice has nothing more to give, and may go. If it is this node, the books are closed before."""
+        epoch, roll = recovering.made.epoch, self.tenure.roll
         members = [epoch.members[slot] for slot in epoch.leaving]
         nodes = [member.node for member in members if member is not None and member.node in roll.leaving]
+        recovering.left |= set(nodes)
         for node in nodes:
             self._let_go(roll.nodes[node])
-        return nodes
+        if self.tenure.node in nodes and self.recovering is recovering:
+            self._made_good(recovering)
 
     def _let_go(self, record: NodeRecord) -> None:
         tenure = self.tenure
-        tenure.roll.leaving.discard(record.node)
+        tenure.roll.leaving.pop(record.node, None)
         tenure.roll.gone.add(record.node)
         tenure.event("left", node=record.node, step=tenure.ledger.next_step)
         if record.node == tenure.node:
@@ -236,7 +247,14 @@ class Turnover:
         committed, ready_made = tenure.ledger.next_step, tenure.plans.hits
         made = await self._decide(halting, old, slots, standings)
         self.halting = None
-        self.recovering = Recovering(halting, tenure.clock.now(), made)
+        before = self.recovering
+        self.recovering = Recovering(
+            halting,
+            tenure.clock.now(),
+            made,
+            lost={*halting.lost, *(before.lost if before is not None else ())},
+            left=before.left if before is not None else set(),
+        )
         self._beats.clear()
         tenure.adopt(made.epoch)
         tenure.toll.risk(not protected(made.epoch))
@@ -275,6 +293,7 @@ class Turnover:
                 moving=_moving(old, standings),
                 arrivals=come,
                 leaving=leaving,
+                patience=self._patience(halting),
             )
         found = await tenure.saves.newest(tenure.folder.checkpoints)
         if found is None:
@@ -282,6 +301,15 @@ class Turnover:
         tenure.ledger.rewind(found[0])
         tenure.folder.rewind(found[0])
         return restart(setup, old, number, address, stay, *found, come)
+
+    def _patience(self, halting: Halting) -> float:
+        """How many steps, as they usually are, those with notice can still work: until the first of them vanishes,
+        less a fifth, and less what it takes to leave one epoch and begin another."""
+        now, pace = self.tenure.clock.now(), self.tenure.toll.pace_s
+        if not pace or not self.tenure.roll.leaving:
+            return math.inf
+        left = min(self.tenure.roll.leaving.values()) - now
+        return max(0.0, 0.8 * left - (now - halting.began)) / pace
 
     async def _plan_ahead(self, standings: Mapping[int, Standing], committed: int, old: Epoch | None) -> None:
         """Plans for whoever may be lost next, one at a time and aside: when it happens they are there."""
@@ -301,13 +329,17 @@ class Turnover:
 
     def recovered(self, step: int) -> None:
         """A step is committed. If it is the last of those that were open, the loss is made good."""
-        recovering, tenure = self.recovering, self.tenure
+        recovering = self.recovering
         if recovering is None or step < recovering.made.epoch.start - 1:
             return
         self.recovering = None
-        lost = {*recovering.halting.lost, *self._relieve()}
-        if lost:
-            tenure.event("recovered", **msgspec.to_builtins(tenure.toll.recovered(recovering, lost)))
+        self._relieve(recovering)
+        self._made_good(recovering)
+
+    def _made_good(self, recovering: Recovering) -> None:
+        self.recovering = None
+        if recovering.lost or recovering.left:
+            self.tenure.event("recovered", **msgspec.to_builtins(self.tenure.toll.recovered(recovering)))
 
     # Silence.
 
