@@ -93,9 +93,9 @@ class Leader:
         return self._leave()
 
     async def _begin(self) -> None:
-        if self._heir:
-            raise NodeLost("the node that led vanished before the first step: start the run again")
         tenure, setup = self.tenure, self.tenure.setup
+        if self._heir and not tenure.roll.gone:  # who had notice has left word
+            raise NodeLost("the node that led vanished before the first step: start the run again")
         tenure.folder.open()
         tenure.event("run_started", nodes=setup.nodes, why=setup.why, steps=setup.steps)
         if setup.start >= setup.steps:

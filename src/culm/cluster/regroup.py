@@ -39,7 +39,9 @@ def first_shadows(setup: Setup) -> tuple[Shadow, ...]:
     return tuple(Shadow(r.stage, r.slot, r.source) for r in first_layout(plan, setup.strategy))
 
 
-def first_epoch(setup: Setup, leader: str, members: tuple[Member, ...], storage: str | None, beat_s: float) -> Epoch:
+def first_epoch(
+    setup: Setup, leader: str, members: tuple[Member | None, ...], storage: str | None, beat_s: float
+) -> Epoch:
     """What everyone trains under until something happens."""
     kept = setup.strategy != "none"
     return Epoch(

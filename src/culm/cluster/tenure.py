@@ -82,6 +82,8 @@ class Tenure:
         """Whether somebody led before: then go on from what the store knows."""
         epoch, record = await self.store.get("epoch"), await self.store.get("record")
         if epoch is None:
+            if record is not None:
+                self._remember(decode_record(record))
             return False
         found = letters.decode(epoch)
         assert isinstance(found, Epoch)

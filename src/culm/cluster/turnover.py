@@ -60,10 +60,10 @@ class Turnover:
     async def joined(self, record: NodeRecord) -> None:
         """An agent is up, and then its worker; when all are, the first epoch begins. Later it waits for a slot."""
         tenure, roll = self.tenure, self.tenure.roll
-        if not record.worker:
-            return
         if record.leaves_in is not None:
             await self._drain(record, record.leaves_in)
+            return
+        if not record.worker:
             return
         outside = tenure.epoch is not None and tenure.epoch.slot_of(record.node) is None
         differs = roll.differs(record) if tenure.job.exact and outside else None
@@ -72,11 +72,18 @@ class Turnover:
             return
         roll.nodes[record.node] = record
         tenure.event("node_joined", node=record.node)
-        if len(roll.nodes) == tenure.setup.nodes and tenure.epoch is None:
+        await self._open_if_complete()
+
+    async def _open_if_complete(self) -> None:
+        """The run begins when all nodes are there, but for those that came and had to go again."""
+        roll = self.tenure.roll
+        if self.tenure.epoch is None and len(roll.nodes) + len(roll.gone) >= self.tenure.setup.nodes:
+            if not roll.nodes:
+                raise self.tenure.all_left()
             await self._open()
 
     async def _open(self) -> None:
-        """The first epoch: the first D x P nodes by number fill the slots."""
+        """The first epoch: the first D x P nodes by number fill the slots; the last slots may have nobody."""
         tenure, setup = self.tenure, self.tenure.setup
         slots = range(setup.pipelines * setup.stages)
         records = sorted(tenure.roll.nodes.values(), key=lambda record: record.node)[: len(slots)]
@@ -86,14 +93,17 @@ class Turnover:
                 f"nodes differ in what exact results depend on ({'; '.join(sorted(prints))}): "
                 "use machines of one kind, or --set exact=false"
             )
-        members = tuple(Member(record.node, record.worker) for record in records)
-        tenure.adopt(
-            first_epoch(setup, tenure.transport.address, members, tenure.folder.checkpoints, tenure.timeouts.beat)
-        )
-        tenure.event("epoch", number=1, members=[member.node for member in members], segments=setup.segments)
+        members: list[Member | None] = [Member(record.node, record.worker) for record in records]
+        filled, address = len(members), tenure.transport.address
+        members += [None] * (len(slots) - filled)
+        first = first_epoch(setup, address, tuple(members), tenure.folder.checkpoints, tenure.timeouts.beat)
+        if filled < len(slots):
+            first = restart(setup, first, 1, address, slots[:filled], setup.start, setup.resume_from).epoch
+        tenure.adopt(first)
+        tenure.event("epoch", number=1, members=[member.node for member in first.alive], segments=setup.segments)
         await tenure.publish()
         if setup.strategy != "none":
-            full = {slot: Standing(versions={slot % setup.stages: setup.start}) for slot in slots}
+            full = {slot: Standing(versions={slot % setup.stages: setup.start}) for slot in slots[:filled]}
             tenure.aside(self._plan_ahead(full, setup.start, None))
 
     async def lose(self, nodes: Sequence[int]) -> None:
@@ -115,10 +125,15 @@ class Turnover:
     async def _drain(self, record: NodeRecord, seconds: float) -> None:
         """A node has notice: the others go on without it before it goes. Who leaves when the run ends anyway, stays."""
         tenure, roll, epoch, node = self.tenure, self.tenure.roll, self.tenure.epoch, record.node
+        if node in roll.gone or node in roll.leaving:
+            return  # it has said so before
         tenure.event("notice", node=node, seconds=seconds)
         if epoch is None or epoch.slot_of(node) is None:  # the run begins, or goes on, without it
+            if epoch is None and tenure.setup.strategy == "none":
+                raise tenure.lost(node)
             roll.strike([node])
             self._let_go(record)
+            await self._open_if_complete()
             return
         roll.nodes[node] = record
         if not epoch.kept or tenure.finish is not None:
@@ -131,9 +146,10 @@ class Turnover:
 
     def _evacuate(self) -> None:
         """Everybody has notice: end after the steps that are open, with a checkpoint if there is a place for it."""
-        self.evacuated = True
-        self.tenure.roll.leaving.clear()
-        self.tenure.end_before(min(self.tenure.ledger.next_step + 2, self.tenure.setup.steps))
+        tenure = self.tenure
+        tenure.roll.leaving.clear()
+        tenure.end_before(min(tenure.ledger.next_step + 2, tenure.setup.steps))
+        self.evacuated = tenure.finish != tenure.setup.steps
 
     def inherited(self, message: letters.Inherited) -> None:
         """A worker has all that those with notice had for it. When everyone has, these may go."""
