@@ -93,9 +93,9 @@ class Leader:
         return self._leave()
 
     async def _begin(self) -> None:
-        if self._heir:
-            raise NodeLost("the node that led vanished before the first step: start the run again")
         tenure, setup = self.tenure, self.tenure.setup
+        if self._heir and not tenure.roll.gone:  # who had notice has left word
+            raise NodeLost("the node that led vanished before the first step: start the run again")
         tenure.folder.open()
         tenure.event("run_started", nodes=setup.nodes, why=setup.why, steps=setup.steps)
         if setup.start >= setup.steps:
@@ -183,6 +183,8 @@ class Leader:
                 self.turnover.beat(message)
             case letters.Level():
                 self.turnover.level(message)
+            case letters.Inherited():
+                self.turnover.inherited(message)
             case letters.StepReport() | letters.EvaluationReport():
                 for done in self.tenure.ledger.note(message) if self._current(message) else ():
                     await self._committed(done)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from culm.plan.place import Floor, place, whole_step
 from culm.plan.recover import Recovery, Scene, recover
 from culm.runtime.epoch import Epoch, Member, Shadow
 from culm.schedule import UNIT, Costs, Kind, Plan
+from culm.schedule.timing import timing
 
 NOBODY: Mapping[int, Member] = {}
 
@@ -37,7 +39,9 @@ def first_shadows(setup: Setup) -> tuple[Shadow, ...]:
     return tuple(Shadow(r.stage, r.slot, r.source) for r in first_layout(plan, setup.strategy))
 
 
-def first_epoch(setup: Setup, leader: str, members: tuple[Member, ...], storage: str | None, beat_s: float) -> Epoch:
+def first_epoch(
+    setup: Setup, leader: str, members: tuple[Member | None, ...], storage: str | None, beat_s: float
+) -> Epoch:
     """What everyone trains under until something happens."""
     kept = setup.strategy != "none"
     return Epoch(
@@ -130,18 +134,21 @@ def regroup(
     moving: Collection[int] = (),
     arrivals: Mapping[int, Member] = NOBODY,
     leaving: Collection[int] = (),
+    patience: float = math.inf,
 ) -> Regrouped:
     """The epoch in which the survivors, by slot, complete the open steps and then go on. Every stage has a holder.
 
     Workers in `moving` have a copy of another stage by now: they complete what is open where they were, and then leave
     their own stage for that one. Who arrives gets a copy of a stage that misses a worker, to run it when level.
-    Who is leaving ends what it has begun and hands over what it has; it stays on only where others would lack a stage.
+    Who is leaving ends what it has begun, so far as its patience (in steps) allows, and hands over what it has; it
+    stays on only where others would lack a stage.
     """
     standings = {**standings, **{slot: Standing() for slot in arrivals}}
     world = world_of(setup, standings, committed, old, plans)
+    going = _dispensable(_left(world, moving), leaving)
+    world = _without(world, going, leaving)
     now = arrange_around(world)
-    after, going = _without(_left(world, moving), leaving)
-    layout = arrange_around(after) if moving or leaving else now
+    layout = arrange_around(_left(world, moving)) if moving else now
     full = world.plan
     scene = Scene(
         stages=full.stages,
@@ -153,8 +160,9 @@ def regroup(
         split=any(action.kind is Kind.W for row in layout.plan.workers for action in row),
         joint=setup.joint,
         costs=world.costs,
-        home=layout.home if going else now.home,
+        home=now.home,
         leaving=going,
+        patience=patience * timing(full, world.costs).makespan if going else math.inf,
     )
     kept = {slot: _pruned(slot, standing, (now, layout)) for slot, standing in standings.items()}
     recovery = recover(scene, kept)
@@ -229,15 +237,19 @@ def _left(world: World, moving: Collection[int]) -> World:
     return replace(world, held=held)
 
 
-def _without(world: World, leaving: Collection[int]) -> tuple[World, list[int]]:
-    """The world after workers have gone, and which: whoever has the only copy of a stage has to stay a while."""
+def _dispensable(world: World, leaving: Collection[int]) -> list[int]:
+    """Who of those that want to leave can go: whoever has the only copy of a stage has to stay a while."""
     going: list[int] = []
     for slot in sorted(leaving):
-        left = replace(world, held={other: held for other, held in world.held.items() if other != slot})
-        if not orphaned(left):
-            world = left
+        if not orphaned(_without(world, [*going, slot], leaving)):
             going.append(slot)
-    return replace(world, leaving=frozenset(leaving) - set(going)), going
+    return going
+
+
+def _without(world: World, going: Collection[int], leaving: Collection[int]) -> World:
+    """The world after some workers have gone; others that want to can not yet."""
+    held = {slot: stages for slot, stages in world.held.items() if slot not in going}
+    return replace(world, held=held, leaving=frozenset(leaving) - set(going))
 
 
 def _held(standings: Mapping[int, Standing], committed: int) -> dict[int, frozenset[int]]:

@@ -16,8 +16,8 @@ class Roll:
         self.nodes: dict[int, NodeRecord] = {}
         self.gone: set[int] = set()
         """Nodes that were lost, or have gone after a notice."""
-        self.leaving: set[int] = set()
-        """Members that have notice and are still there."""
+        self.leaving: dict[int, float] = {}
+        """Members that have notice and are still there: when each may vanish."""
         self.crew: set[int] = set()
         """The nodes that every step waits for: all members but newcomers that are not level yet."""
         self.savers: set[int] = set()
@@ -57,7 +57,7 @@ class Roll:
         """Nodes that are not there any more."""
         for node in nodes:
             self.nodes.pop(node, None)
-            self.leaving.discard(node)
+            self.leaving.pop(node, None)
 
     def empty(self, epoch: Epoch) -> bool:
         """Whether a slot has nobody."""
@@ -70,7 +70,7 @@ class Roll:
         return [Member(record.node, record.worker) for record in sorted(idle, key=lambda record: record.node)]
 
     def all_leave(self, epoch: Epoch) -> bool:
-        return self.leaving >= {member.node for member in self.staying(epoch)}
+        return self.leaving.keys() >= {member.node for member in self.staying(epoch)}
 
     def differs(self, record: NodeRecord) -> str | None:
         """How a node computes otherwise than those that are there, in words; None: it does not."""

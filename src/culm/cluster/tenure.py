@@ -82,6 +82,8 @@ class Tenure:
         """Whether somebody led before: then go on from what the store knows."""
         epoch, record = await self.store.get("epoch"), await self.store.get("record")
         if epoch is None:
+            if record is not None:
+                self._remember(decode_record(record))
             return False
         found = letters.decode(epoch)
         assert isinstance(found, Epoch)
@@ -94,7 +96,9 @@ class Tenure:
             known = await self.store.get(f"nodes/{member.node}")
             if known is not None:
                 self.roll.nodes[member.node] = decode_node(known)
-        self.roll.leaving = {node for node, record in self.roll.nodes.items() if record.leaves_in is not None}
+        notices = {node: there.leaves_in for node, there in self.roll.nodes.items()}
+        now = self.clock.now()
+        self.roll.leaving = {node: now + seconds for node, seconds in notices.items() if seconds is not None}
         return True
 
     def _remember(self, record: Record) -> None:

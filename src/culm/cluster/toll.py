@@ -43,6 +43,12 @@ class Recovering:
     decided_at: float
     made: Regrouped
     ready_at: float | None = None
+    lost: set[int] = field(default_factory=set)
+    """Whose loss this makes good; others' too, where their recovery was broken off."""
+    left: set[int] = field(default_factory=set)
+    """Who had notice, and has gone meanwhile."""
+    heirs: set[int] = field(default_factory=set)
+    """Who has all that those with notice had for it."""
 
 
 class Toll:
@@ -88,26 +94,31 @@ class Toll:
             self._pace.append(now - self._before_loss)
         self._before_loss = now
 
-    def recovered(self, recovering: Recovering, lost: Collection[int]) -> Recovered:
+    @property
+    def pace_s(self) -> float | None:
+        """Seconds that a step takes as a rule; None: nobody knows yet."""
+        return statistics.median(self._pace) if self._pace else None
+
+    def recovered(self, recovering: Recovering) -> Recovered:
         """The last of the steps that were open is committed: the loss is made good."""
         halting, epoch, now = recovering.halting, recovering.made.epoch, self._clock.now()
         decide = recovering.decided_at - halting.began
         move = (recovering.ready_at or now) - recovering.decided_at
         found = Recovered(
             step=max(epoch.committed, epoch.start - 1),
-            lost=tuple(sorted(lost)),
+            lost=tuple(sorted({*recovering.lost, *recovering.left})),
             detect_ms=1e3 * halting.detect_s,
             decide_ms=1e3 * decide,
             move_ms=1e3 * move,
             redo_ms=1e3 * max(0.0, self._late(len(epoch.recovery.steps)) - halting.detect_s - decide - move),
             redone_actions=epoch.recovery.redone,
-            source=recovering.made.source if halting.lost else "notice",
+            source=recovering.made.source if recovering.lost else "notice",
         )
         self.recoveries.append(found)
         return found
 
     def _late(self, steps: int) -> float:
         """How many seconds later than usual the last steps were committed."""
-        if not self._pace or self._before_loss is None:
+        if self.pace_s is None or self._before_loss is None:
             return 0.0
-        return self._clock.now() - self._before_loss - steps * statistics.median(self._pace)
+        return self._clock.now() - self._before_loss - steps * self.pace_s

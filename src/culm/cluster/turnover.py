@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -59,10 +60,10 @@ class Turnover:
     async def joined(self, record: NodeRecord) -> None:
         """An agent is up, and then its worker; when all are, the first epoch begins. Later it waits for a slot."""
         tenure, roll = self.tenure, self.tenure.roll
-        if not record.worker:
-            return
         if record.leaves_in is not None:
             await self._drain(record, record.leaves_in)
+            return
+        if not record.worker:
             return
         outside = tenure.epoch is not None and tenure.epoch.slot_of(record.node) is None
         differs = roll.differs(record) if tenure.job.exact and outside else None
@@ -71,11 +72,18 @@ class Turnover:
             return
         roll.nodes[record.node] = record
         tenure.event("node_joined", node=record.node)
-        if len(roll.nodes) == tenure.setup.nodes and tenure.epoch is None:
+        await self._open_if_complete()
+
+    async def _open_if_complete(self) -> None:
+        """The run begins when all nodes are there, but for those that came and had to go again."""
+        roll = self.tenure.roll
+        if self.tenure.epoch is None and len(roll.nodes) + len(roll.gone) >= self.tenure.setup.nodes:
+            if not roll.nodes:
+                raise self.tenure.all_left()
             await self._open()
 
     async def _open(self) -> None:
-        """The first epoch: the first D x P nodes by number fill the slots."""
+        """The first epoch: the first D x P nodes by number fill the slots; the last slots may have nobody."""
         tenure, setup = self.tenure, self.tenure.setup
         slots = range(setup.pipelines * setup.stages)
         records = sorted(tenure.roll.nodes.values(), key=lambda record: record.node)[: len(slots)]
@@ -85,14 +93,17 @@ class Turnover:
                 f"nodes differ in what exact results depend on ({'; '.join(sorted(prints))}): "
                 "use machines of one kind, or --set exact=false"
             )
-        members = tuple(Member(record.node, record.worker) for record in records)
-        tenure.adopt(
-            first_epoch(setup, tenure.transport.address, members, tenure.folder.checkpoints, tenure.timeouts.beat)
-        )
-        tenure.event("epoch", number=1, members=[member.node for member in members], segments=setup.segments)
+        members: list[Member | None] = [Member(record.node, record.worker) for record in records]
+        filled, address = len(members), tenure.transport.address
+        members += [None] * (len(slots) - filled)
+        first = first_epoch(setup, address, tuple(members), tenure.folder.checkpoints, tenure.timeouts.beat)
+        if filled < len(slots):
+            first = restart(setup, first, 1, address, slots[:filled], setup.start, setup.resume_from).epoch
+        tenure.adopt(first)
+        tenure.event("epoch", number=1, members=[member.node for member in first.alive], segments=setup.segments)
         await tenure.publish()
         if setup.strategy != "none":
-            full = {slot: Standing(versions={slot % setup.stages: setup.start}) for slot in slots}
+            full = {slot: Standing(versions={slot % setup.stages: setup.start}) for slot in slots[:filled]}
             tenure.aside(self._plan_ahead(full, setup.start, None))
 
     async def lose(self, nodes: Sequence[int]) -> None:
@@ -114,15 +125,20 @@ class Turnover:
     async def _drain(self, record: NodeRecord, seconds: float) -> None:
         """A node has notice: the others go on without it before it goes. Who leaves when the run ends anyway, stays."""
         tenure, roll, epoch, node = self.tenure, self.tenure.roll, self.tenure.epoch, record.node
+        if node in roll.gone or node in roll.leaving:
+            return  # it has said so before
         tenure.event("notice", node=node, seconds=seconds)
         if epoch is None or epoch.slot_of(node) is None:  # the run begins, or goes on, without it
+            if epoch is None and tenure.setup.strategy == "none":
+                raise tenure.lost(node)
             roll.strike([node])
             self._let_go(record)
+            await self._open_if_complete()
             return
         roll.nodes[node] = record
         if not epoch.kept or tenure.finish is not None:
             return
-        roll.leaving.add(node)
+        roll.leaving[node] = tenure.clock.now() + seconds
         if roll.all_leave(epoch):
             self._evacuate()
         elif self.halting is None:
@@ -130,23 +146,34 @@ class Turnover:
 
     def _evacuate(self) -> None:
         """Everybody has notice: end after the steps that are open, with a checkpoint if there is a place for it."""
-        self.evacuated = True
-        self.tenure.roll.leaving.clear()
-        self.tenure.end_before(min(self.tenure.ledger.next_step + 2, self.tenure.setup.steps))
+        tenure = self.tenure
+        tenure.roll.leaving.clear()
+        tenure.end_before(min(tenure.ledger.next_step + 2, tenure.setup.steps))
+        self.evacuated = tenure.finish != tenure.setup.steps
 
-    def _relieve(self) -> list[int]:
-        """The steps that were open are complete: whoever has notice has nothing more to give, and may go."""
-        epoch, roll = self.tenure.epoch, self.tenure.roll
-        assert epoch is not None
+    def inherited(self, message: letters.Inherited) -> None:
+        """A worker has all that those with notice had for it. When everyone has, these may go."""
+        recovering = self.recovering
+        if recovering is None or self.halting is not None or message.epoch != self.tenure.number:
+            return
+        recovering.heirs.add(message.node)
+        if recovering.heirs >= self.tenure.roll.crew:
+            self._relieve(recovering)
+
+    def _relieve(self, recovering: Recovering) -> None:
+        """Whoever has notice has nothing more to give, and may go. If it is this node, the books are closed before."""
+        epoch, roll = recovering.made.epoch, self.tenure.roll
         members = [epoch.members[slot] for slot in epoch.leaving]
         nodes = [member.node for member in members if member is not None and member.node in roll.leaving]
+        recovering.left |= set(nodes)
         for node in nodes:
             self._let_go(roll.nodes[node])
-        return nodes
+        if self.tenure.node in nodes and self.recovering is recovering:
+            self._made_good(recovering)
 
     def _let_go(self, record: NodeRecord) -> None:
         tenure = self.tenure
-        tenure.roll.leaving.discard(record.node)
+        tenure.roll.leaving.pop(record.node, None)
         tenure.roll.gone.add(record.node)
         tenure.event("left", node=record.node, step=tenure.ledger.next_step)
         if record.node == tenure.node:
@@ -236,7 +263,14 @@ class Turnover:
         committed, ready_made = tenure.ledger.next_step, tenure.plans.hits
         made = await self._decide(halting, old, slots, standings)
         self.halting = None
-        self.recovering = Recovering(halting, tenure.clock.now(), made)
+        before = self.recovering
+        self.recovering = Recovering(
+            halting,
+            tenure.clock.now(),
+            made,
+            lost={*halting.lost, *(before.lost if before is not None else ())},
+            left=before.left if before is not None else set(),
+        )
         self._beats.clear()
         tenure.adopt(made.epoch)
         tenure.toll.risk(not protected(made.epoch))
@@ -275,6 +309,7 @@ class Turnover:
                 moving=_moving(old, standings),
                 arrivals=come,
                 leaving=leaving,
+                patience=self._patience(halting),
             )
         found = await tenure.saves.newest(tenure.folder.checkpoints)
         if found is None:
@@ -282,6 +317,15 @@ class Turnover:
         tenure.ledger.rewind(found[0])
         tenure.folder.rewind(found[0])
         return restart(setup, old, number, address, stay, *found, come)
+
+    def _patience(self, halting: Halting) -> float:
+        """How many steps, as they usually are, those with notice can still work: until the first of them vanishes,
+        less a fifth, and less what it takes to leave one epoch and begin another."""
+        now, pace = self.tenure.clock.now(), self.tenure.toll.pace_s
+        if not pace or not self.tenure.roll.leaving:
+            return math.inf
+        left = min(self.tenure.roll.leaving.values()) - now
+        return max(0.0, 0.8 * left - (now - halting.began)) / pace
 
     async def _plan_ahead(self, standings: Mapping[int, Standing], committed: int, old: Epoch | None) -> None:
         """Plans for whoever may be lost next, one at a time and aside: when it happens they are there."""
@@ -301,13 +345,17 @@ class Turnover:
 
     def recovered(self, step: int) -> None:
         """A step is committed. If it is the last of those that were open, the loss is made good."""
-        recovering, tenure = self.recovering, self.tenure
+        recovering = self.recovering
         if recovering is None or step < recovering.made.epoch.start - 1:
             return
         self.recovering = None
-        lost = {*recovering.halting.lost, *self._relieve()}
-        if lost:
-            tenure.event("recovered", **msgspec.to_builtins(tenure.toll.recovered(recovering, lost)))
+        self._relieve(recovering)
+        self._made_good(recovering)
+
+    def _made_good(self, recovering: Recovering) -> None:
+        self.recovering = None
+        if recovering.lost or recovering.left:
+            self.tenure.event("recovered", **msgspec.to_builtins(self.tenure.toll.recovered(recovering)))
 
     # Silence.
 

@@ -41,6 +41,8 @@ class Floor:
     """By stage: the workers that add to its sums."""
     others: Mapping[int, Sequence[int]] = field(default_factory=dict)
     """By stage: further holders, which can run things for their output alone."""
+    guests: Collection[int] = ()
+    """Workers that run only what a tape binds to them."""
     costs: Costs = UNIT
     joint: bool = False
     """Whether a step ends for all stages together, because gradients are clipped by the norm of all."""
@@ -114,7 +116,8 @@ class _Pass:
         self.open = Counter((lot.cell.step, self._stage(lot)) for lot in lots if not lot.again)
         self.live: Counter[tuple[int, int]] = Counter()
         self.lists: list[list[Task]] = [[] for _ in range(floor.workers)]
-        self.free: set[int] = {w for held in (floor.runners, floor.others) for ws in held.values() for w in ws}
+        self.free = {w for held in (floor.runners, floor.others) for ws in held.values() for w in ws}
+        self.free |= {*floor.guests}
         self.bound: dict[int, list[_Ready]] = {worker: [] for worker in self.free}
         self.shared: dict[tuple[int, ...], list[_Ready]] = {}
         self.blocked: list[int] = []

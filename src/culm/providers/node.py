@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from culm.cluster.agent import Agent
+from culm.cluster.notice import SignalNotice
 from culm.cluster.store import RemoteStore
 from culm.providers.base import REJOIN
 from culm.providers.nursery import NVML_CHECK, Start, fork, readable
@@ -33,7 +34,8 @@ _LARGEST_KEPT = 32 << 20
 
 def run_node(job: Job, order: Start, board: Board | None = None) -> None:
     """The agent's process, from its first moment to its last. The board belongs to the kills of the order."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # A notice may come before anybody waits for it. The worker goes on until its agent ends it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     ours, theirs = Pipe()
     agent = os.getpid()
     clock = RealClock(None if board is None else Striker(order.kills, board))
@@ -58,7 +60,7 @@ async def _agent(job: Job, order: Start, pipe: Connection, worker: int, clock: R
         pipe.send_bytes(address.encode())
         await _ended(worker)
 
-    agent = Agent(job, order.node, fingerprint(job), transport, clock, store, start_worker)
+    agent = Agent(job, order.node, fingerprint(job), transport, clock, store, start_worker, SignalNotice())
     try:
         return await agent.run()
     finally:

@@ -29,6 +29,8 @@ class Book:
         self.segment = segment
         self.counts = [0] * micro_batches
         self.outcomes: dict[int, Outcome] = {}
+        self._given: list[Tensor] = []
+        """Riders of workers that are gone, without their counts, which are among those here."""
 
     def note(self, micro: int, outcome: Outcome) -> None:
         """F of a micro-batch ran here. Raises JobError if its statistics have other shapes than those before."""
@@ -52,7 +54,17 @@ class Book:
         rows.append(torch.tensor([layer.accumulator.bound for layer in self.segment.layers], dtype=torch.float64))
         rows.append(torch.tensor([not layer.accumulator.finite for layer in self.segment.layers], dtype=torch.float64))
         rows += [self._row(micro) for micro in range(len(self.counts))]
-        return torch.cat(rows)
+        rider = torch.cat(rows)
+        for given in self._given:
+            rider += given
+        return rider
+
+    def absorb(self, rider: Tensor) -> None:
+        """Another worker has given its sums, which are part of those here from now on: so are its rows."""
+        given, m = rider.clone(), len(self.counts)
+        self.counts = [mine + round(theirs) for mine, theirs in zip(self.counts, given[:m].tolist(), strict=True)]
+        given[:m] = 0
+        self._given.append(given)
 
     def _row(self, micro: int) -> Tensor:
         outcome = self.outcomes.get(micro)

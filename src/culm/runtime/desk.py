@@ -53,6 +53,8 @@ class OpenStep:
     outputs: dict[str, Tensors] = field(default_factory=dict)
     """What actions made, by name ("2F0", "1I3"): a holder can pick a lost worker's work up from there."""
     sums: dict[int, Sum] = field(default_factory=dict)
+    parts: dict[int, list[Sum]] = field(default_factory=dict)
+    """Sums of workers that had to go, as they gave them: to be added to those here before these are added up."""
     settled: dict[int, Settled] = field(default_factory=dict)
     norms: dict[int, Tensor] = field(default_factory=dict)
     totals: tuple[float, float] | None = None
@@ -189,6 +191,9 @@ class Desk:
             for g, book in open_step.books.items():
                 if g not in open_step.sums:
                     yield from (Cell(step, g, micro) for micro, count in enumerate(book.counts) if count)
+            for g, parts in open_step.parts.items():
+                for counts in (part.rider[: self.job.micro_batches].tolist() for part in parts):
+                    yield from (Cell(step, g, micro) for micro, count in enumerate(counts) if count)
 
     def _kept_cells(self, kind: Kind) -> Iterable[Cell]:
         for step, open_step in self.steps.items():

@@ -72,7 +72,7 @@ class Epoch(msgspec.Struct, frozen=True, tag="epoch"):
     reset: bool = True
     """Whether workers build or load their layers anew; otherwise they go on with what they have in hand."""
     leaving: tuple[int, ...] = ()
-    """Slots whose workers complete the open steps with the others, and then go."""
+    """Slots whose workers end what they have begun, hand over what they have, and go."""
     recovery: Recovery = Recovery()
     """How the steps that were open are completed, before `start`."""
 
@@ -127,6 +127,13 @@ class Level(msgspec.Struct, frozen=True, tag="level"):
     node: int
     epoch: int
     stage: int
+
+
+class Inherited(msgspec.Struct, frozen=True, tag="inherited"):
+    """A worker to the leader: all that workers with notice had for me is here."""
+
+    node: int
+    epoch: int
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -238,6 +245,7 @@ Message: TypeAlias = (
     | Report
     | Beat
     | Level
+    | Inherited
     | Hello
     | Ready
     | Permit

@@ -18,6 +18,7 @@ from torch import Tensor
 from culm.plan.recover import Wiring, made, needed
 from culm.runtime.data import Values, evaluation_batch, evaluation_share, micro_batch
 from culm.runtime.desk import Sum
+from culm.runtime.estate import absorb
 from culm.schedule import Action, Kind, Plan, lower
 from culm.transport.base import Group, Key, Tensors
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from culm.runtime.clock import Clock
     from culm.runtime.desk import Desk
     from culm.runtime.epoch import Epoch
+    from culm.runtime.estate import Inheritance
     from culm.runtime.segment import Segment
     from culm.runtime.shadow import Shadows
     from culm.transport.base import Transport
@@ -75,6 +77,7 @@ class Executor:
         self.groups: dict[tuple[int, tuple[int, ...]], Group] = {}
         self.wiring = Wiring(epoch.recovery, self.plan.segments)
         self.shadows: Shadows | None = None
+        self.inheritance: Inheritance | None = None
         self.done = 0
         """Actions that were run: whoever waits for nothing more moves this."""
         self.slowest_s = 0.0
@@ -111,6 +114,8 @@ class Executor:
         """The epoch is over here: nothing of it goes on."""
         for task in self._reducing.values():
             task.cancel()
+        if self.inheritance is not None:
+            self.inheritance.close()
         for group in self.groups.values():
             group.close()
 
@@ -167,6 +172,11 @@ class Executor:
             if g in due and last.get(g) == number:
                 await self.start_reduce(step, g, recovery.runners[g % self.plan.stages])
         await self.reduced(step, due)
+
+    async def end_begun(self, step: int, tasks: Sequence[Task], segments: dict[int, Segment]) -> None:
+        """Run what a recovery asks of this worker for one step, and leave the sums as they are."""
+        for op in self._compile_tasks(step, tasks, segments):
+            await self._run(step, op)
 
     def _compile_tasks(self, step: int, tasks: Sequence[Task], segments: dict[int, Segment]) -> list[Op]:
         wiring = self.wiring
@@ -235,7 +245,7 @@ class Executor:
         """The tensors that an action starts from: from a frame, or left at home by an action of this worker."""
         if op.source is not None:
             key = Key(self.epoch.number, step, op.source)
-            found = self.transport.arrived(key)
+            found = self.transport.arrived(key) if self.inheritance is None else None
             if found is None:
                 found = await self._wait(step, key)
             return _placed(found, self.desk.device)
@@ -247,6 +257,9 @@ class Executor:
     async def _wait(self, step: int, key: Key) -> Tensors:
         """A bubble: look after replicas, if there are any, until the frame has come."""
         began = self.clock.now()
+        inherited = self.inheritance.get(key) if self.inheritance is not None else None
+        if inherited is not None:
+            return await inherited
         for holding in self.desk.holdings.values() if self.epoch.kept else ():
             holding.remember_early()
         quiet = began  # until then, at least, the frame had not come
@@ -310,6 +323,9 @@ class Executor:
 
     async def _reduce(self, step: int, g: int, runners: tuple[int, ...]) -> None:
         """Sum on copies: an accumulator holds its own sum, or the complete one, never something between."""
+        if self.inheritance is not None:
+            await self.inheritance.parts(step, g)
+        absorb(self, step, g)
         segment = self.desk.holdings[g % self.plan.stages].segments[g]
         book = self.desk.book(step, g, segment)
         rider = book.rider()
@@ -370,8 +386,12 @@ class Executor:
 
     async def take(self, step: int, g: int) -> None:
         """Receive the complete sum of a segment from a worker that has it."""
-        frame = await self.transport.receive(Key(self.epoch.number, step, f"sum {g}"))
-        self.taken(step, g, frame)
+        key = Key(self.epoch.number, step, f"sum {g}")
+        inherited = self.inheritance.get(key) if self.inheritance is not None else None
+        if inherited is not None:
+            await inherited
+        else:
+            self.taken(step, g, await self.transport.receive(key))
 
     def taken(self, step: int, g: int, frame: Tensors) -> None:
         values = [value for value in frame if value is not None]
