@@ -39,7 +39,6 @@ def first_shadows(setup: Setup) -> tuple[Shadow, ...]:
 
 def first_epoch(setup: Setup, leader: str, members: tuple[Member, ...], storage: str | None, beat_s: float) -> Epoch:
     """What everyone trains under until something happens."""
-    kept = setup.strategy != "none"
     return Epoch(
         number=1,
         leader=leader,
@@ -54,10 +53,10 @@ def first_epoch(setup: Setup, leader: str, members: tuple[Member, ...], storage:
         storage=storage,
         resume=setup.resume,
         resume_from=setup.resume_from,
-        kept=kept,
+        kept=setup.keeps,
         shadows=first_shadows(setup),
         eager=setup.eager,
-        beat_s=beat_s if kept else 0.0,
+        beat_s=beat_s if setup.survives else 0.0,
         committed=setup.start,
     )
 
