@@ -301,6 +301,14 @@ class Turnover:
             planned_ahead=tenure.plans.hits > ready_made,
             why=made.why,
         )
+        if made.epoch.drops_any:
+            tenure.event(
+                "dropping",
+                step=made.epoch.start,
+                micro_batches=made.epoch.dropped,
+                open_steps=made.epoch.recovery.dropped,
+                why="training changes: samples are left out",
+            )
         await tenure.publish()
         if tenure.setup.keeps:
             tenure.aside(self._plan_ahead(standings, committed, old))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
@@ -31,6 +32,8 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
     """By slot, by stage held: the step that its weights are for."""
     runners: tuple[tuple[int, ...], ...] = ()
     """By stage: the workers whose sums are added up for these steps."""
+    dropped: dict[int, tuple[int, ...]] = {}
+    """By step: the micro-batches that are left out of it (strategy drop)."""
     redone: int = 0
     """How many of the actions had been finished before by somebody, as far as survivors saw."""
     length: float = 0.0
@@ -109,6 +112,8 @@ class Scene:
     """By (segment, micro-batch): who runs it in the plan from now on."""
     leaving: Collection[int] = ()
     """Who is about to go: it ends what it has begun and gives what it has, but begins nothing where others can."""
+    dropped: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """By open step: the micro-batches that are left out of it."""
 
 
 def recover(scene: Scene, standings: Mapping[int, Standing]) -> Recovery:
@@ -125,8 +130,10 @@ def recover(scene: Scene, standings: Mapping[int, Standing]) -> Recovery:
         costs=scene.costs,
         joint=scene.joint,
     )
-    shape = {"segments": scene.segments, "micro_batches": scene.micro_batches}
-    found = [lineage(usable, steps, **shape, split=split) for split in ((True,) if scene.split else (False, True))]
+    asked = partial(
+        lineage, usable, steps, segments=scene.segments, micro_batches=scene.micro_batches, dropped=scene.dropped
+    )
+    found = [asked(split=split) for split in ((True,) if scene.split else (False, True))]
     missing, placed = min(
         ((missing, best(missing.lots, floor, scene.home)) for missing in found), key=lambda pair: pair[1].makespan
     )
@@ -137,6 +144,7 @@ def recover(scene: Scene, standings: Mapping[int, Standing]) -> Recovery:
         sums=tuple(sorted((step, g, slots[0]) for (step, g), slots in missing.sums.items() if step in steps)),
         versions=tuple(standings[slot].versions if slot in standings else {} for slot in range(scene.slots)),
         runners=tuple(tuple(scene.runners[stage]) for stage in range(scene.stages)),
+        dropped={step: scene.dropped[step] for step in steps if scene.dropped.get(step)},
         redone=_redone(placed.lists, standings),
         length=placed.makespan,
     )
@@ -158,9 +166,17 @@ def _of_runners(standing: Standing, slot: int, scene: Scene) -> Standing:
     def run(cells: Iterable[Cell]) -> tuple[Cell, ...]:
         return tuple(cell for cell in cells if cell.segment % scene.stages in mine)
 
+    summed = untainted(run(standing.summed), scene.dropped)
     return msgspec.structs.replace(
-        standing, forwards=run(standing.forwards), halves=run(standing.halves), summed=run(standing.summed)
+        standing, forwards=run(standing.forwards), halves=run(standing.halves), summed=summed
     )
+
+
+def untainted(summed: Sequence[Cell], dropped: Mapping[int, Collection[int]]) -> tuple[Cell, ...]:
+    """What counts of one worker's own sums: nothing of one that has a micro-batch in it which was dropped since. The
+    worker throws that sum away (Desk.drop)."""
+    tainted = {(cell.step, cell.segment) for cell in summed if cell.micro in dropped.get(cell.step, ())}
+    return tuple(cell for cell in summed if (cell.step, cell.segment) not in tainted)
 
 
 def _staying(runners: Sequence[int], leaving: Collection[int]) -> Sequence[int]:
