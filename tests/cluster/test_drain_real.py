@@ -96,7 +96,7 @@ def told_to_go(
 
 
 def leader(run: LocalRun) -> int:
-    return int(run._store.read("leader") or b"0")
+    return run.leader or 0
 
 
 WHO: dict[str, Callable[[LocalRun], Sequence[int]]] = {

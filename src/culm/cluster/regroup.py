@@ -20,6 +20,11 @@ from culm.schedule import UNIT, Costs, Kind, Plan
 from culm.schedule.timing import timing
 
 NOBODY: Mapping[int, Member] = {}
+_HOW = {
+    "peers": "peers run its micro-batches",
+    "shadow": "who kept a copy of its layers stands in",
+    "drop": "its pipeline rests and the samples of that are dropped until it is whole again, which changes training",
+}
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,6 @@ def first_epoch(
     setup: Setup, leader: str, members: tuple[Member | None, ...], storage: str | None, beat_s: float
 ) -> Epoch:
     """What everyone trains under until something happens."""
-    kept = setup.strategy != "none"
     return Epoch(
         number=1,
         leader=leader,
@@ -58,10 +62,10 @@ def first_epoch(
         storage=storage,
         resume=setup.resume,
         resume_from=setup.resume_from,
-        kept=kept,
+        kept=setup.keeps,
         shadows=first_shadows(setup),
         eager=setup.eager,
-        beat_s=beat_s if kept else 0.0,
+        beat_s=beat_s if setup.survives else 0.0,
         committed=setup.start,
     )
 
@@ -115,6 +119,7 @@ def restart(
         resume=None if saved is None else step,
         resume_from=saved,
         shadows=tuple(Shadow(r.stage, r.slot, r.source) for r in layout.replicas if not r.fresh),
+        dropped=layout.dropped,
         leaving=(),
         recovery=Recovery(),
     )
@@ -163,6 +168,7 @@ def regroup(
         home=now.home,
         leaving=going,
         patience=patience * timing(full, world.costs).makespan if going else math.inf,
+        dropped=left_out(old, standings, committed, now.dropped),
     )
     kept = {slot: _pruned(slot, standing, (now, layout)) for slot, standing in standings.items()}
     recovery = recover(scene, kept)
@@ -180,10 +186,22 @@ def regroup(
         resume=None,
         resume_from=None,
         shadows=tuple(Shadow(r.stage, r.slot, r.source, r.fresh, r.moves) for r in layout.replicas),
+        dropped=layout.dropped,
         leaving=tuple(going),
         recovery=recovery,
     )
     return Regrouped(epoch, layout, _why(old, members, layout, going), layout.source)
+
+
+def left_out(
+    old: Epoch, standings: Mapping[int, Standing], committed: int, dropped: tuple[int, ...]
+) -> dict[int, tuple[int, ...]]:
+    """By open step: the micro-batches that are left out of it. A step of which nothing is added up yet drops what the
+    next epoch does. In any other some layer may have stepped with all that it was begun with, and so must the rest."""
+    summed = {step for standing in standings.values() for step, _ in standing.sums}
+    newest = max((v for standing in standings.values() for v in standing.versions.values()), default=committed)
+    open_steps = range(committed, newest + 1)
+    return {step: old.drops(step) if step in summed or step < newest else dropped for step in open_steps}
 
 
 def seats(
@@ -311,7 +329,7 @@ def _why(old: Epoch, members: tuple[Member | None, ...], layout: Layout, going: 
     if not gone:
         return "nobody is lost: what was on its way is sent again"
     nodes = f"node {gone[0]} is" if len(gone) == 1 else f"nodes {', '.join(map(str, gone))} are"
-    how = {"peers": "peers run its micro-batches", "shadow": "who kept a copy of its layers stands in"}[layout.source]
+    how = _HOW[layout.source]
     fresh = [
         f"stage {r.stage} to slot {r.slot}"
         for r in layout.replicas

@@ -53,6 +53,10 @@ class Roll:
         """The members that are not gone."""
         return [member for member in epoch.alive if member.node not in self.gone]
 
+    def member(self, node: int) -> Member:
+        """A node that is there, as an epoch has it."""
+        return Member(node, self.nodes[node].worker)
+
     def strike(self, nodes: Iterable[int]) -> None:
         """Nodes that are not there any more."""
         for node in nodes:

@@ -106,6 +106,7 @@ class Tenure:
         self.began, self.first_step_at = record.began, record.first_step_at
         ledger.next_step, ledger.steps, ledger.samples = record.next_step, record.steps, record.samples
         ledger.lost, ledger.duplicated, ledger.skipped = record.lost, record.duplicated, record.skipped
+        ledger.redone, ledger.runs = record.redone, list(record.runs)
         ledger.last, ledger.evaluations = record.last, dict(record.evaluations)
         self.saves.complete, self.roll.gone = list(record.checkpoints), set(record.gone)
         self.toll.recoveries, self.toll.at_risk_s = list(record.recoveries), record.at_risk_s
@@ -123,6 +124,8 @@ class Tenure:
             lost=ledger.lost,
             duplicated=ledger.duplicated,
             skipped=ledger.skipped,
+            redone=ledger.redone,
+            runs=tuple(ledger.runs),
             last=ledger.last,
             evaluations=ledger.evaluations,
             checkpoints=tuple(self.saves.complete),

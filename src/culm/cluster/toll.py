@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from culm.cluster.recovered import Recovered
+from culm.schedule import Plan
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -28,6 +29,12 @@ class Halting:
     began: float
     detect_s: float
     """What it took to find out."""
+    committed: int
+    """Steps below this number were committed when it began."""
+    waits: bool = False
+    """Whether nodes are waited for, in place of the lost."""
+    waited: bool = False
+    """They were waited for long enough."""
     standings: dict[int, Standing] = field(default_factory=dict)
 
     @property
@@ -42,6 +49,8 @@ class Recovering:
     halting: Halting
     decided_at: float
     made: Regrouped
+    again: int = 0
+    """Steps that were committed and are run once more, from a checkpoint on."""
     ready_at: float | None = None
     lost: set[int] = field(default_factory=set)
     """Whose loss this makes good; others' too, where their recovery was broken off."""
@@ -49,6 +58,17 @@ class Recovering:
     """Who had notice, and has gone meanwhile."""
     heirs: set[int] = field(default_factory=set)
     """Who has all that those with notice had for it."""
+
+    @property
+    def last(self) -> int:
+        """The step with which the loss is made good: all that was there, or open, is there again."""
+        return self.halting.committed - 1 if self.again else self.made.epoch.start - 1
+
+    @property
+    def redone(self) -> int:
+        """Actions that were done before."""
+        epoch = self.made.epoch
+        return epoch.recovery.redone + self.again * len(Plan.from_text(epoch.plan).placement())
 
 
 class Toll:
@@ -105,20 +125,22 @@ class Toll:
         decide = recovering.decided_at - halting.began
         move = (recovering.ready_at or now) - recovering.decided_at
         found = Recovered(
-            step=max(epoch.committed, epoch.start - 1),
+            step=max(halting.committed, epoch.start - 1),
             lost=tuple(sorted({*recovering.lost, *recovering.left})),
             detect_ms=1e3 * halting.detect_s,
             decide_ms=1e3 * decide,
             move_ms=1e3 * move,
-            redo_ms=1e3 * max(0.0, self._late(len(epoch.recovery.steps)) - halting.detect_s - decide - move),
-            redone_actions=epoch.recovery.redone,
+            redo_ms=1e3 * max(0.0, self._late(recovering) - halting.detect_s - decide - move),
+            redone_actions=recovering.redone,
             source=recovering.made.source if recovering.lost else "notice",
         )
         self.recoveries.append(found)
         return found
 
-    def _late(self, steps: int) -> float:
-        """How many seconds later than usual the last steps were committed."""
-        if self.pace_s is None or self._before_loss is None:
-            return 0.0
-        return self._clock.now() - self._before_loss - steps * self.pace_s
+    def _late(self, recovering: Recovering) -> float:
+        """How many seconds later than usual the last steps were committed. Whoever has just begun to lead knows no
+        pace, but steps that were run again were late from the first to the last."""
+        steps, halting, now = len(recovering.made.epoch.recovery.steps), recovering.halting, self._clock.now()
+        if self._before_loss is not None and (self.pace_s is not None or not steps):
+            return now - self._before_loss - steps * (self.pace_s or 0.0)
+        return now - halting.began + halting.detect_s if recovering.again else 0.0

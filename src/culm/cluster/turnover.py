@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from culm.cluster.baselines import back_to, more_pipelines, rewinds
 from culm.cluster.regroup import Regrouped, first_epoch, homeless, protected, regroup, restart, seats, world_of
 from culm.cluster.toll import Halting, Recovering
 from culm.errors import RunError
@@ -38,12 +39,19 @@ class Stall:
     epoch: int
 
 
+@dataclass
+class Lull:
+    """Nodes have been waited for, in place of the lost, for as long as one may."""
+
+    epoch: int
+
+
 class Turnover:
     """Ends epochs and makes new ones. A loss, a notice, a newcomer or a silence begins a halt: everyone who is left
     leaves the epoch and reports; when all have, the next is decided and published."""
 
     def __init__(
-        self, tenure: Tenure, remind: Callable[[Doubt | Stall], None], relieved: asyncio.Event | None = None
+        self, tenure: Tenure, remind: Callable[[Doubt | Stall | Lull], None], relieved: asyncio.Event | None = None
     ) -> None:
         self.tenure, self._remind = tenure, remind
         self.halting: Halting | None = None
@@ -81,6 +89,7 @@ class Turnover:
             if not roll.nodes:
                 raise self.tenure.all_left()
             await self._open()
+        await self._proceed()
 
     async def _open(self) -> None:
         """The first epoch: the first D x P nodes by number fill the slots; the last slots may have nobody."""
@@ -102,7 +111,7 @@ class Turnover:
         tenure.adopt(first)
         tenure.event("epoch", number=1, members=[member.node for member in first.alive], segments=setup.segments)
         await tenure.publish()
-        if setup.strategy != "none":
+        if setup.keeps:
             full = {slot: Standing(versions={slot % setup.stages: setup.start}) for slot in slots[:filled]}
             tenure.aside(self._plan_ahead(full, setup.start, None))
 
@@ -114,7 +123,7 @@ class Turnover:
         roll.strike(nodes)
         if not mourned:
             return
-        if tenure.setup.strategy == "none" or epoch is None:
+        if not tenure.setup.survives or epoch is None:
             raise tenure.lost(mourned[0])
         for node in mourned:
             tenure.event("lost", node=node, step=tenure.ledger.next_step)
@@ -187,9 +196,14 @@ class Turnover:
         self._relieved.set()
 
     def grow(self) -> None:
-        """At a commit: whoever waits comes in, and whoever has caught up takes its place, all in one new epoch."""
+        """At a commit: whoever waits comes in, and whoever has caught up takes its place, all in one new epoch. Where
+        only a checkpoint can be gone on from: when one is complete, if there are nodes for another pipeline."""
         tenure, roll, epoch = self.tenure, self.tenure.roll, self.tenure.epoch
         if epoch is None or tenure.finish is not None or not self.calm:
+            return
+        if not tenure.setup.keeps:
+            if more_pipelines(tenure.setup, epoch, len(roll.waiting(epoch))):
+                self.halt()
             return
         if roll.arrived or (roll.empty(epoch) and roll.waiting(epoch)):
             self.halt()
@@ -222,17 +236,24 @@ class Turnover:
 
     def halt(self, lost: Sequence[int] = ()) -> None:
         """Let everyone who is left leave the epoch and report. A further loss meanwhile starts this over."""
-        tenure, before = self.tenure, self.halting
+        tenure, before = self.tenure, self._unfinished()
         assert tenure.epoch is not None
         number = 1 + (before.number if before is not None else tenure.epoch.number)
         gone = {*lost, *(before.lost if before is not None else ())}
         left = {member.node for member in tenure.roll.staying(tenure.epoch)} - gone
         began = before.began if before is not None else tenure.clock.now()
         detect_s = max(before.detect_s if before is not None else 0.0, tenure.toll.took_to_detect(lost))
-        self.halting = Halting(number, gone, left, began, detect_s)
+        committed = before.committed if before is not None else tenure.ledger.next_step
+        self.halting = Halting(number, gone, left, began, detect_s, max(committed, tenure.ledger.next_step))
         self._tell_halt(self.halting)
         if not left:
             raise tenure.lost(min({*gone, *tenure.roll.gone}))
+
+    def _unfinished(self) -> Halting | None:
+        """The halt that is under way, or what is still being made good after one: who was lost then counts on."""
+        if self.halting is None and self.recovering is not None:
+            return self.recovering.halting
+        return self.halting
 
     def _tell_halt(self, halting: Halting) -> None:
         assert self.tenure.epoch is not None
@@ -251,8 +272,37 @@ class Turnover:
             self.halt()
             return
         halting.standings[report.node] = report.standing
-        if halting.complete:
+        await self._proceed()
+
+    async def _proceed(self) -> None:
+        """When all have reported, and nobody more is waited for, the next epoch begins."""
+        halting, tenure = self.halting, self.tenure
+        if halting is None or not halting.complete:
+            return
+        seconds = halting.began + tenure.setup.replace_within - tenure.clock.now()
+        if halting.waited or seconds <= 0 or not self._short_of_nodes(halting):
             await self._regroup(halting)
+        elif not halting.waits:
+            halting.waits = True
+            tenure.event("waiting", seconds=seconds, why="a restart waits for nodes in place of the lost")
+            tenure.aside(self._wait(halting.number, seconds))
+
+    async def _wait(self, number: int, seconds: float) -> None:
+        await self.tenure.clock.sleep(seconds)
+        self._remind(Lull(number))
+
+    async def waited(self, lull: Lull) -> None:
+        """Nobody came in place of the lost: go on with what fits."""
+        if self.halting is not None and self.halting.number == lull.epoch:
+            self.halting.waited = True
+            await self._proceed()
+
+    def _short_of_nodes(self, halting: Halting) -> bool:
+        """Whether a restart had better wait for a node: as long as slots would stay empty."""
+        tenure, epoch = self.tenure, self.tenure.epoch
+        assert epoch is not None
+        there = len(halting.standings) + len(tenure.roll.waiting(epoch))
+        return rewinds(tenure.setup, halting.lost) and there < len(epoch.members)
 
     async def _regroup(self, halting: Halting) -> None:
         """All have reported: decide how the open steps are completed, and who does what from now on."""
@@ -268,6 +318,7 @@ class Turnover:
             halting,
             tenure.clock.now(),
             made,
+            max(0, halting.committed - tenure.ledger.next_step),
             lost={*halting.lost, *(before.lost if before is not None else ())},
             left=before.left if before is not None else set(),
         )
@@ -283,8 +334,17 @@ class Turnover:
             planned_ahead=tenure.plans.hits > ready_made,
             why=made.why,
         )
+        if made.epoch.drops_any:
+            tenure.event(
+                "dropping",
+                step=made.epoch.start,
+                micro_batches=made.epoch.dropped,
+                open_steps=made.epoch.recovery.dropped,
+                why="training changes: samples are left out",
+            )
         await tenure.publish()
-        tenure.aside(self._plan_ahead(standings, committed, old))
+        if tenure.setup.keeps:
+            tenure.aside(self._plan_ahead(standings, committed, old))
 
     async def _decide(
         self, halting: Halting, old: Epoch, slots: Mapping[int, int], standings: Mapping[int, Standing]
@@ -295,6 +355,9 @@ class Turnover:
         come = seats(setup, old, standings, committed, tenure.roll.waiting(old))
         leaving = [slots[node] for node in tenure.roll.leaving if node in halting.standings]
         stay = standings.keys() - set(leaving) or standings.keys()
+        if rewinds(setup, halting.lost):
+            there = {slot: tenure.roll.member(node) for node, slot in slots.items() if slot in stay}
+            return back_to(setup, old, number, address, there, tenure.roll.waiting(old), *await self._rewound())
         if _nothing_learned(setup.start, standings):
             return restart(setup, old, number, address, stay, setup.start, setup.resume_from, come)
         if not homeless(setup, standings, committed):
@@ -311,12 +374,23 @@ class Turnover:
                 leaving=leaving,
                 patience=self._patience(halting),
             )
-        found = await tenure.saves.newest(tenure.folder.checkpoints)
-        if found is None:
+        if await tenure.saves.newest(tenure.folder.checkpoints) is None:
             raise tenure.lost(min(halting.lost))
-        tenure.ledger.rewind(found[0])
-        tenure.folder.rewind(found[0])
-        return restart(setup, old, number, address, stay, *found, come)
+        return restart(setup, old, number, address, stay, *await self._rewound(), come)
+
+    async def _rewound(self) -> tuple[int, str | None]:
+        """Back to the newest checkpoint, or to how the run began if there is none: its step, and where it lies. The
+        steps since then are taken back in the ledger: they will be run, and counted, again."""
+        tenure, setup = self.tenure, self.tenure.setup
+        found = await tenure.saves.newest(tenure.folder.checkpoints)
+        step, saved = found if found is not None else (setup.start, setup.resume_from)
+        before, samples = tenure.ledger.next_step, tenure.ledger.samples
+        tenure.ledger.rewind(step)
+        tenure.folder.rewind(step)
+        if before > step:
+            again = {"steps": before - step, "samples": samples - tenure.ledger.samples}
+            tenure.event("rewound", step=step, **again, why="these steps are run, and counted, again")
+        return step, saved
 
     def _patience(self, halting: Halting) -> float:
         """How many steps, as they usually are, those with notice can still work: until the first of them vanishes,
@@ -340,13 +414,13 @@ class Turnover:
         assert tenure.epoch is not None
         if self.recovering is not None:
             self.recovering.ready_at = tenure.clock.now()
-            if not tenure.epoch.recovery.steps:
+            if not tenure.epoch.recovery.steps and not self.recovering.again:
                 self.recovered(tenure.epoch.start)
 
     def recovered(self, step: int) -> None:
         """A step is committed. If it is the last of those that were open, the loss is made good."""
         recovering = self.recovering
-        if recovering is None or step < recovering.made.epoch.start - 1:
+        if recovering is None or step < recovering.last:
             return
         self.recovering = None
         self._relieve(recovering)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
@@ -35,6 +36,8 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
     """By slot that stays, by stage held: the step that its weights are for."""
     runners: tuple[tuple[int, ...], ...] = ()
     """By stage: the workers whose sums are added up for these steps."""
+    dropped: dict[int, tuple[int, ...]] = {}
+    """By step: the micro-batches that are left out of it (strategy drop)."""
     redone: int = 0
     """How many of the actions had been finished before by somebody, as far as survivors saw."""
     length: float = 0.0
@@ -115,6 +118,8 @@ class Scene:
     """Who is about to go, and so is no runner: it ends what it has begun and gives what it has."""
     patience: float = math.inf
     """How long it can go on with that, in the unit of the costs."""
+    dropped: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """By open step: the micro-batches that are left out of it."""
 
 
 def recover(scene: Scene, standings: Mapping[int, Standing]) -> Recovery:
@@ -132,11 +137,13 @@ def recover(scene: Scene, standings: Mapping[int, Standing]) -> Recovery:
         costs=scene.costs,
         joint=scene.joint,
     )
-    shape = {"segments": scene.segments, "micro_batches": scene.micro_batches}
+    asked = partial(
+        lineage, steps=steps, segments=scene.segments, micro_batches=scene.micro_batches, dropped=scene.dropped
+    )
 
     def attempt(found: Mapping[int, Standing]) -> tuple[Missing, Ordered]:
         ways = (True,) if scene.split else (False, True)
-        tried = [lineage(found, steps, **shape, split=split) for split in ways]
+        tried = [asked(found, split=split) for split in ways]
         placed = [(missing, order(missing.lots, floor, scene.home, scene.leaving)) for missing in tried]
         return min(placed, key=lambda pair: pair[1].makespan)
 
@@ -150,6 +157,7 @@ def recover(scene: Scene, standings: Mapping[int, Standing]) -> Recovery:
         parts=parts(usable, placed.lists, missing.sums, scene.runners, scene.leaving),
         versions=tuple(staying[slot].versions if slot in staying else {} for slot in range(scene.slots)),
         runners=tuple(tuple(scene.runners[stage]) for stage in range(scene.stages)),
+        dropped={step: scene.dropped[step] for step in steps if scene.dropped.get(step)},
         redone=_redone(placed.lists, standings, scene.leaving),
         length=placed.makespan,
     )
@@ -174,9 +182,17 @@ def _of_runners(standing: Standing, slot: int, scene: Scene) -> Standing:
     def run(cells: Iterable[Cell]) -> tuple[Cell, ...]:
         return tuple(cell for cell in cells if cell.segment % scene.stages in mine)
 
+    summed = untainted(run(standing.summed), scene.dropped)
     return msgspec.structs.replace(
-        standing, forwards=run(standing.forwards), halves=run(standing.halves), summed=run(standing.summed)
+        standing, forwards=run(standing.forwards), halves=run(standing.halves), summed=summed
     )
+
+
+def untainted(summed: Sequence[Cell], dropped: Mapping[int, Collection[int]]) -> tuple[Cell, ...]:
+    """What counts of one worker's own sums: nothing of one that has a micro-batch in it which was dropped since. The
+    worker throws that sum away (Desk.drop)."""
+    tainted = {(cell.step, cell.segment) for cell in summed if cell.micro in dropped.get(cell.step, ())}
+    return tuple(cell for cell in summed if (cell.step, cell.segment) not in tainted)
 
 
 def _others(standings: Mapping[int, Standing], stage: int, runners: Collection[int]) -> list[int]:

@@ -8,7 +8,7 @@ proof that every sample was counted once.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -106,20 +106,23 @@ class Book:
                 for layer in moving
             }
 
-    def settle(self, rider: Tensor) -> Settled:
-        """Read the sum: raises RunError unless every micro-batch was counted exactly once."""
+    def settle(self, rider: Tensor, dropped: Collection[int] = ()) -> Settled:
+        """Read the sum: raises RunError unless every micro-batch was counted exactly once, and dropped ones never."""
         m, n = len(self.counts), len(self.segment.layers)
         counts = [round(c) for c in rider[:m].tolist()]
-        wrong = [(micro, c) for micro, c in enumerate(counts) if c != 1]
+        wrong = [(micro, c) for micro, c in enumerate(counts) if c != (micro not in dropped)]
         if wrong:
             micro, count = wrong[0]
-            raise RunError(f"micro-batch {micro} was counted {count} times in {self.segment.layers[0].label}, not once")
+            due = "though it was dropped" if micro in dropped else "not once"
+            raise RunError(f"micro-batch {micro} was counted {count} times in {self.segment.layers[0].label}, {due}")
         for layer, bound, broken in zip(
             self.segment.layers, rider[m : m + n].tolist(), rider[m + n : m + 2 * n].tolist(), strict=True
         ):
             layer.accumulator.bound = int(bound)
             layer.accumulator.finite = broken == 0
         rows = rider[m + 2 * n :].view(m, -1)
+        if dropped:
+            rows = rows[[micro for micro in range(m) if micro not in dropped]]
         losses = rows[:, 0].tolist() if self.segment.last else []
         weights = rows[:, 1].tolist() if self.segment.last else []
         bounds = {layer.index: layer.accumulator.bound for layer in self.segment.layers}

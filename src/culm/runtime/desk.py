@@ -6,7 +6,7 @@ epoch goes on from.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -164,6 +164,17 @@ class Desk:
                 del self.steps[old]
         for holding in self.holdings.values():
             holding.forget(step)
+
+    def drop(self, dropped: Mapping[int, Collection[int]]) -> None:
+        """Micro-batches, by open step, that are to be left out: a sum of its own that has one of them in it begins
+        anew. Of a sum the parts can not be told apart any more (see `plan.recover.untainted`)."""
+        for step, micros in dropped.items():
+            open_step = self.step(step)
+            for g, book in open_step.books.items():
+                if g not in open_step.sums and any(book.counts[micro] for micro in micros):
+                    book.counts = [0] * len(book.counts)
+                    for layer in book.segment.layers:
+                        layer.accumulator.clear()
 
     def standing(self) -> Standing:
         """What this survivor has finished, summed and kept. The epoch is closed: nothing of it moves any more."""

@@ -71,6 +71,8 @@ class Epoch(msgspec.Struct, frozen=True, tag="epoch"):
     """Seconds between two beats of a worker; 0: none."""
     reset: bool = True
     """Whether workers build or load their layers anew; otherwise they go on with what they have in hand."""
+    dropped: tuple[int, ...] = ()
+    """Micro-batches that nobody runs from `start` on: their pipeline has lost a node (strategy drop)."""
     leaving: tuple[int, ...] = ()
     """Slots whose workers end what they have begun, hand over what they have, and go."""
     recovery: Recovery = Recovery()
@@ -79,6 +81,15 @@ class Epoch(msgspec.Struct, frozen=True, tag="epoch"):
     def slot_of(self, node: int) -> int | None:
         """The slot that a node fills in this epoch."""
         return next((slot for slot, m in enumerate(self.members) if m is not None and m.node == node), None)
+
+    def drops(self, step: int) -> tuple[int, ...]:
+        """The micro-batches that are left out of a step."""
+        return self.recovery.dropped.get(step, ()) if step < self.start else self.dropped
+
+    @property
+    def drops_any(self) -> bool:
+        """Whether samples are lost in it: then it changes what is learned."""
+        return bool(self.dropped or any(self.recovery.dropped.values()))
 
     def address(self, slot: int) -> str:
         member = self.members[slot]

@@ -364,7 +364,7 @@ class Executor:
         open_step = self.desk.step(step)
         segment = self.desk.holdings[g % self.plan.stages].segments[g]
         book = self.desk.book(step, g, segment)
-        open_step.settled[g] = book.settle(total.rider)
+        open_step.settled[g] = book.settle(total.rider, self.epoch.drops(step))
         if self.epoch.kept:
             open_step.sums[g] = total
 

@@ -229,6 +229,7 @@ class Worker:
             self.desk = Desk(self.job, device_of(self.job))
             self.committed = epoch.committed
         self._commit(epoch.committed)
+        self.desk.drop(epoch.recovery.dropped)
         self._saved_step = None
         plan = Plan.from_text(epoch.plan)
         shadowed = [shadow.stage for shadow in epoch.shadows if shadow.slot == slot and not shadow.fresh]
