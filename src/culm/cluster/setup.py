@@ -48,6 +48,8 @@ class Request:
     """The layers at which segments 1, 2, ... begin; None: cut so that the slowest stage is as fast as possible."""
     gate: Gate | None = None
     suspect_after: float = 5.0
+    losses: float = 0.1
+    """The share of nodes that is expected to be lost an hour: what `auto` and the checkpoint interval go by."""
     restart: Restart = "warm"
     replace_within: float | None = None
     """Seconds that a restart from a checkpoint waits for nodes in place of the lost; None: as long as a silent one."""
@@ -62,6 +64,8 @@ class Request:
             _at_least(1, field, getattr(self, field))
         _at_least(0, "checkpoint_every", self.checkpoint_every)
         derive(self.suspect_after)
+        if not 0 <= self.losses < math.inf:
+            raise UsageError(f"--losses is {self.losses:g}: use the share of nodes lost an hour, as in 0.1")
         if self.replace_within is not None and not 0 <= self.replace_within < math.inf:
             raise UsageError(f"--replace-within is {self.replace_within:g}: use a number of seconds, 0 or more")
         for kill in self.kills:
