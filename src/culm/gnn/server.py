@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from culm.errors import RunError
 from culm.gnn import messages as say
 from culm.gnn.board import Board, Task, passes
 from culm.gnn.compute import Kernel, Outcome
@@ -98,7 +99,12 @@ class GraphSession:
     # The generation.
 
     async def run(self, members: dict[str, str]) -> None:
-        await self._meet(members)
+        try:
+            await self._meet(members)
+        except RunError:  # somebody is gone already: this generation will not get anywhere
+            self._broken.set()
+            await self._alarm()
+            return
         async with asyncio.TaskGroup() as group:
             group.create_task(self._alarm())
             group.create_task(self._permits())
