@@ -21,8 +21,9 @@ with contextlib.suppress(ImportError):  # here, since processes are forked out o
 from culm.errors import RunError
 from culm.gnn.meeting import attend
 from culm.gnn.parameters import ParameterSession
-from culm.gnn.server import GraphSession, share
+from culm.gnn.server import GraphSession
 from culm.gnn.setup import Generation, Member, Setup, pack, unpack
+from culm.gnn.share import share
 
 if TYPE_CHECKING:
     from culm.cluster.store import Store
