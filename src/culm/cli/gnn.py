@@ -67,6 +67,7 @@ def run(
     etcd_cert: Annotated[str, typer.Option(metavar="FILE", help="Client certificate.")] = "",
     etcd_key: Annotated[str, typer.Option(metavar="FILE", help="Its key.")] = "",
     suspect_after: Annotated[float, typer.Option(metavar="S", help="Until a server that hangs is replaced.")] = 10.0,
+    dash: Annotated[bool, typer.Option("--dash", help="Show the run to browsers on this machine.")] = False,
     out: Annotated[Words, typer.Option(metavar="DIR", help="Folder for the run's files; must be empty.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show nothing but errors.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print the summary as JSON, all else on stderr.")] = False,
@@ -89,7 +90,7 @@ def run(
                 checkpoint_every=checkpoint_every, normalize=normalize, symmetrize=symmetrize, latency_s=latency / 1e3,
                 kills=tuple(kill or ()), instance=instance, threads=threads, host=host, out=out,
                 etcd=access_of(etcd, user=etcd_user, ca=etcd_ca, cert=etcd_cert, key=etcd_key),
-                suspect_after=suspect_after, watcher=progress.watcher(),
+                suspect_after=suspect_after, dash=dash, watcher=progress.watcher(),
             )  # fmt: skip
         if not quiet:
             console.print(ledger_table(result.summary, out))

@@ -103,6 +103,7 @@ def train(
     instance: str = "c5n.2xlarge",
     etcd: str | Access | None = None,
     suspect_after: float = 10.0,
+    dash: bool = False,
     symmetrize: bool = False,
     split_seed: int = 0,
     out: str | None = None,
@@ -122,7 +123,7 @@ def train(
     machine under which workers reach it. `share`: workers on this machine read tables in place, no rows are sent.
     `edges`: who applies attention to edges, worker or server (default: by their number).
     `etcd`: where servers meet, URLs or a culm.cluster.etcd.Access (default: a private one of this machine);
-    `suspect_after`: seconds after which a server that hangs is replaced.
+    `suspect_after`: seconds after which a server that hangs is replaced. `dash`: show the run on loopback as it goes.
     `kills`: processes to end on purpose, as in "worker epoch=5", "server=1 epoch=9" or "chaos workers=100 servers=5".
 
     Raises UsageError for a wrong request, before anything is started, and RunError when the run fails. Nothing is left
@@ -172,6 +173,7 @@ def train(
         instance=instance,
         etcd=access_of(etcd),
         suspect_after=suspect_after,
+        dash=dash,
         out=out,
     )
     wanted.check()

@@ -17,19 +17,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-import numpy as np
-
+from culm.gnn.feeds import Feed, Feeds
 from culm.gnn.model import Model
+from culm.gnn.pace import Pace
 from culm.gnn.program import Place, Step, walk, weights_of
 
 Mode = Literal["sync", "pipe", "async"]
 MODES: tuple[Mode, ...] = ("sync", "pipe", "async")
-Feed = tuple[int, int]
-"""An interval of any server: (server, interval)."""
-_PATIENCE_S, _PATIENCE_FACTOR = 0.5, 5.0
-_FIRST_PATIENCE_S = 5.0
-"""While no task of a kind has ever come back: nobody knows yet what is slow."""
-_SMOOTHING = 0.2
 
 
 class Pass(NamedTuple):
@@ -102,11 +96,7 @@ class Board:
         self._walks = {train: walk(model, train=train, edges=edges) for train in (True, False)}
         self._server = server
         self._intervals = [_Interval(start) for _ in feeds]
-        known = sorted({feed for row in feeds for feed in row} | {(server, i) for i in range(len(feeds))})
-        self._places: dict[Feed, int] = {feed: i for i, feed in enumerate(known)}
-        self._feeds = [np.array([self._places[feed] for feed in row], np.int64) for row in feeds]
-        self._sent: dict[tuple[int, bool], np.ndarray[tuple[int], np.dtype[np.int64]]] = {}
-        """By layer and direction: the pass in which each interval has sent its rows last; -1: never."""
+        self._feeds = Feeds(feeds, server)
         self._slowest: dict[int, int] = {other: start for other in range(servers) if other != server}
         self._versions: dict[int, int] = {}
         trained = next((p.number for p in plan[start:] if p.train), start)
@@ -115,7 +105,7 @@ class Board:
         self._permitted = len(plan)
         self._running: dict[Task, _Run] = {}
         self._again: set[Task] = set()
-        self._pace: dict[str, float] = {}
+        self._pace = Pace()
         self.relaunches = 0
 
     # What is asked.
@@ -149,16 +139,10 @@ class Board:
             return "another interval is still at the step before"
         if (self._mode == "async" and (task.at == 0 or step.gathers)) and now.number - self.slowest > self._staleness:
             return f"the slowest interval is {now.number - self.slowest} passes behind, {self._staleness} are allowed"
-        if step.gathers and not self._fed(task, step):
+        oldest = self._feeds.oldest(task.interval, step.layer, step.back) if step.gathers else task.number
+        if oldest < self._needed(task, step.back):
             return f"rows of layer {step.layer} have not come from all neighbours"
         return self._weights_missing(task, step, now)
-
-    def _fed(self, task: Task, step: Step) -> bool:
-        sent = self._sent.get((step.layer, step.back))
-        feeds = self._feeds[task.interval]
-        if sent is None:
-            return False
-        return bool(sent[feeds].min() >= self._needed(task, step.back))
 
     def _needed(self, task: Task, back: bool) -> int:
         """The oldest pass whose rows may be gathered."""
@@ -263,9 +247,9 @@ class Board:
         self._again.discard(task)
         step = self.step(task)
         if run is not None:
-            self._note(str(step), now - run.since)
+            self._pace.note(str(step), now - run.since)
         if step.kind == "SC":
-            self._mark(step, (self._server, task.interval), task.number)
+            self.arrived((self._server, task.interval), step.layer, step.back, task.number)
         self._advance(task)
         return True
 
@@ -276,14 +260,9 @@ class Board:
             mine.number, mine.at = mine.number + 1, 0
             mine.pinned, mine.ahead = mine.ahead, {}
 
-    def _mark(self, step: Step, feed: Feed, number: int) -> None:
-        sent = self._sent.setdefault((step.layer, step.back), np.full(len(self._places), -1, np.int64))
-        if feed in self._places:
-            sent[self._places[feed]] = max(sent[self._places[feed]], number)
-
     def arrived(self, feed: Feed, layer: int, back: bool, number: int) -> None:
-        """Rows of an interval of another server have come."""
-        self._mark(Step("SC", layer, back, "server"), feed, number)
+        """Rows of an interval, own or another server's, have come."""
+        self._feeds.sent(feed, layer, back, number)
 
     def version(self, layer: int, version: int, now: float = 0.0) -> None:
         """A parameter server has a new version. Whoever has waited for it begins only now."""
@@ -338,16 +317,11 @@ class Board:
 
     def patience(self, step: Step) -> float:
         """Seconds until a task is launched again."""
-        pace = self._pace.get(str(step))
-        return _FIRST_PATIENCE_S if pace is None else max(_PATIENCE_S, _PATIENCE_FACTOR * pace)
+        return self._pace.patience(str(step))
 
     def _launch_again(self, tasks: Sequence[Task]) -> None:
         self._again.update(tasks)
         self.relaunches += len(tasks)
-
-    def _note(self, kind: str, seconds: float) -> None:
-        before = self._pace.get(kind)
-        self._pace[kind] = seconds if before is None else before + _SMOOTHING * (seconds - before)
 
     def _position(self, interval: int) -> tuple[int, int]:
         mine = self._intervals[interval]

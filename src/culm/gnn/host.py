@@ -20,7 +20,10 @@ with contextlib.suppress(ImportError):  # here, since processes are forked out o
     pass
 from culm.errors import RunError
 from culm.gnn.meeting import attend
+from culm.gnn.parameters import ParameterSession
+from culm.gnn.server import GraphSession
 from culm.gnn.setup import Generation, Member, Setup, pack, unpack
+from culm.gnn.share import share
 
 if TYPE_CHECKING:
     from culm.cluster.store import Store
@@ -33,7 +36,7 @@ class Session(Protocol):
     address: str
 
     async def run(self, members: dict[str, str]) -> None:
-        """Serve, with everyone's addresses, until cancelled."""
+        """Serve, with everyone's addresses, until cancelled, or until the generation is known to be broken."""
 
     async def close(self) -> None:
         """Leave everyone."""
@@ -114,9 +117,6 @@ async def _generation(store: Store, setup: Setup, seat: str, token: str, generat
 
 
 async def _session(store: Store, setup: Setup, seat: str, token: str, generation: Generation) -> Session:
-    from culm.gnn.parameters import ParameterSession
-    from culm.gnn.server import GraphSession, share
-
     role, _, number = seat.partition("-")
     if role == "parameter":
         return ParameterSession(store, setup, int(number), token, generation)

@@ -22,6 +22,7 @@ from culm.gnn.fetch import fetch
 from culm.gnn.ledger import Epoch, Evaluation, Ledger, exhausted
 from culm.gnn.meeting import ended
 from culm.gnn.parameters import INITIAL
+from culm.gnn.recoveries import Recoveries
 from culm.gnn.setup import Generation, Member, Permit, Report, Setup, pack, unpack
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class Findings:
     best: dict[int, Weights] = field(default_factory=dict)
     generations: int = 0
     stopped: str = ""
-    recoveries: list[dict[str, object]] = field(default_factory=list)
+    recoveries: Recoveries = field(default_factory=Recoveries)
 
 
 class Leader:
@@ -75,7 +76,6 @@ class Leader:
         self._seated: set[str] = set()
         self._saved: dict[str, dict[int, str]] = {}
         self._losses_in_a_row = 0
-        self._lost_at: tuple[str, float] | None = None
         self._beside: set[asyncio.Task[None]] = set()
         self._looked_at = float("-inf")
         self._held: Callable[[int], bool] = lambda _: False
@@ -120,6 +120,7 @@ class Leader:
         elif kind == "members" and value is not None:
             await self._member(rest, unpack(value, Member))
         elif kind == "broken" and rest == str(self._generation.number) and value is not None:
+            self.found.recoveries.sign(time.monotonic())
             self._suspect(f"a connection of graph-{value.decode()} broke")
         elif kind == "report" and value is not None:
             await self._report(unpack(value, Report))
@@ -134,7 +135,7 @@ class Leader:
                 await self._next("all seats are taken")
             return
         self._seated.discard(seat)
-        self._lost_at = (seat, time.monotonic())
+        self.found.recoveries.lost(seat, time.monotonic())
         self._told(kind="server-lost", node=seat)
         await self._servers.launch(self._ticket, 1)
         if self._generation.number:
@@ -145,6 +146,7 @@ class Leader:
 
         async def wait(evict: Evict) -> None:
             await ended(int(value))
+            self.found.recoveries.sign(time.monotonic())
             with contextlib.suppress(RunError):  # the store is lost: that is known elsewhere
                 if await self._store.get(f"seats/{seat}") == value:
                     await evict(f"seats/{seat}")
@@ -182,6 +184,7 @@ class Leader:
         self.found.generations = number
         self._told(kind="generation", number=number, version=version, why=why)
         await self._store.put("generation", pack(self._generation))
+        self.found.recoveries.decided(time.monotonic(), version, self.found.ledger.reached)
 
     def _start(self, version: int) -> int:
         """The first pass that is not covered by a version: an evaluation of it, if that was due, is done again."""
@@ -194,18 +197,9 @@ class Leader:
         self._members[seat] = member
         self._told(kind="server-up", node=seat, pid=member.pid, generation=self._generation.number)
         if set(self._members) == set(self._setup.seats):
-            self._recovered()
+            self.found.recoveries.moved(time.monotonic())
             self._desk.tell(self._roster())
             await self._permit(self._generation.start)
-
-    def _recovered(self) -> None:
-        if self._lost_at is not None:
-            seat, at = self._lost_at
-            ms = round((time.monotonic() - at) * 1e3, 1)
-            self.found.recoveries.append(
-                {"step": self._generation.version, "lost": [seat], "move_ms": ms, "source": "checkpoint"}
-            )
-            self._lost_at = None
 
     def _roster(self) -> say.Roster:
         setup = self._setup
@@ -233,6 +227,7 @@ class Leader:
         self._look()
         for done in epochs:
             self._losses_in_a_row = 0
+            self.found.recoveries.done(done.epoch + 1, time.monotonic())
             self._epoch(done)
         for evaluation in evaluations:
             self._evaluated(evaluation)

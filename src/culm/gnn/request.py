@@ -54,6 +54,7 @@ class Request:
     instance: str
     etcd: Access | None
     suspect_after: float
+    dash: bool
     out: str | None
 
     def check(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import tempfile
 import time
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from culm.checkpoint.storage import Storage
 from culm.gnn import faults, prepare
+from culm.gnn.dash import Render, kept_fresh, served
 from culm.gnn.desk import Desk
 from culm.gnn.launch.base import Launcher
 from culm.gnn.launch.local import LocalLauncher
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
 SERVERS = "culm.gnn.host:serve"
 _TUNE_S = 0.25
+_PAGE = "report.html"
 
 
 @dataclass(frozen=True)
@@ -107,13 +110,22 @@ class _Run:
             patience=wanted.patience, latency_s=wanted.latency_s,
             told=self._event, epoch=self._epoch, evaluated=self._evaluated,
         )  # fmt: skip
-        findings = await self._lead(leader, desk, intervals)
+
+        def render() -> str:
+            return page(self._summary(setup, leader.found, desk, intervals), self._events, self._steps, live=True)
+
+        async with contextlib.AsyncExitStack() as stack:
+            if wanted.dash:
+                self._watcher.told(f"the run is shown at {await stack.enter_async_context(served(render))}")
+            findings = await self._lead(leader, desk, intervals, render)
         await desk.close()
         return self._outcome(setup, findings, desk, intervals)
 
-    async def _lead(self, leader: Leader, desk: Desk, intervals: int) -> Findings:
+    async def _lead(self, leader: Leader, desk: Desk, intervals: int, render: Render) -> Findings:
         """The leader, and beside it whoever must go on while it does; the first to fail ends all."""
         beside = [asyncio.create_task(desk.supply())]
+        if self._wanted.out is not None and "://" not in self._wanted.out:
+            beside.append(asyncio.create_task(kept_fresh(render, Storage(self._wanted.out), _PAGE)))
         if self._wanted.workers == "auto":
             beside.append(asyncio.create_task(self._tune(leader, desk, intervals)))
         if self._wanted.kills:
@@ -210,12 +222,15 @@ class _Run:
         self._watcher.evaluated(evaluation)
 
     def _outcome(self, setup: Setup, findings: Findings, desk: Desk, intervals: int) -> Outcome:
-        wanted = self._wanted
-        summary = summarise(
-            setup, findings, desk, wanted.graph, intervals,
-            launcher=self._workers.name, instance=wanted.instance, wall_s=time.monotonic() - self._began,
-        )  # fmt: skip
+        summary = self._summary(setup, findings, desk, intervals)
         self._folder.write("summary.json", summary)
-        if wanted.out is not None:
-            Storage(wanted.out).write("report.html", page(summary, self._events, self._steps).encode())
+        if self._wanted.out is not None:
+            Storage(self._wanted.out).write(_PAGE, page(summary, self._events, self._steps).encode())
         return Outcome(setup, findings, summary)
+
+    def _summary(self, setup: Setup, findings: Findings, desk: Desk, intervals: int) -> dict[str, Any]:
+        """What it has come to so far."""
+        return summarise(
+            setup, findings, desk, self._wanted.graph, intervals,
+            launcher=self._workers.name, instance=self._wanted.instance, wall_s=time.monotonic() - self._began,
+        )  # fmt: skip

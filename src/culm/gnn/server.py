@@ -9,51 +9,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import threading
 import time
-from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from culm.errors import RunError
 from culm.gnn import messages as say
 from culm.gnn.board import Board, Task, passes
 from culm.gnn.compute import Kernel, Outcome
-from culm.gnn.files import read_part
 from culm.gnn.link import Link, Listener, dial
 from culm.gnn.notes import Notes
 from culm.gnn.program import Step, gradients_of, walk
 from culm.gnn.seats import Seat, Seats
 from culm.gnn.setup import Generation, Permit, Setup, pack, unpack
-from culm.gnn.shard import Shard, Slice
+from culm.gnn.shard import Slice
+from culm.gnn.share import share
 from culm.gnn.tally import Tally
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from culm.cluster.store import Store
-    from culm.gnn.board import Feed
     from culm.gnn.link import Heard
 
 _TICK_S = 0.1
-
-
-_reading = threading.Lock()
-
-
-def share(setup: Setup, number: int) -> tuple[Shard, list[list[Feed]]]:
-    """A server's part of the graph, and whom each of its intervals gathers from."""
-    with _reading:
-        return _share(setup, number)
-
-
-@lru_cache(maxsize=1)
-def _share(setup: Setup, number: int) -> tuple[Shard, list[list[Feed]]]:
-    """Read once a process: a new generation needs no new tables."""
-    part, source, labels, roles = read_part(Path(setup.parts), number)
-    shard = Shard(part, setup.model, source, labels, roles)
-    return shard, shard.feeds()
 
 
 class GraphSession:
@@ -98,7 +78,12 @@ class GraphSession:
     # The generation.
 
     async def run(self, members: dict[str, str]) -> None:
-        await self._meet(members)
+        try:
+            await self._meet(members)
+        except RunError:  # somebody is gone already: this generation will not get anywhere
+            self._broken.set()
+            await self._alarm()
+            return
         async with asyncio.TaskGroup() as group:
             group.create_task(self._alarm())
             group.create_task(self._permits())

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from culm.gnn.board import Feed
+    from culm.gnn.feeds import Feed
     from culm.gnn.model import Model
     from culm.gnn.partition import Part
 
