@@ -123,13 +123,16 @@ class Turnover:
         roll.strike(nodes)
         if not mourned:
             return
-        if not tenure.setup.survives or epoch is None:
+        if not tenure.setup.survives:
             raise tenure.lost(mourned[0])
         for node in mourned:
             tenure.event("lost", node=node, step=tenure.ledger.next_step)
         roll.gone |= set(mourned)
         await tenure.write_record()
-        self.halt(mourned)
+        if epoch is None:
+            await self._open_if_complete()
+        else:
+            self.halt(mourned)
 
     async def _drain(self, record: NodeRecord, seconds: float) -> None:
         """A node has notice: the others go on without it before it goes. Who leaves when the run ends anyway, stays."""

@@ -251,7 +251,7 @@ class Cluster:
             if number not in self.machines.gone:
                 raise
         finally:
-            self.store.end(f"agent-{number}")
+            self.machines.end_session(number)
             await endpoint.close()
 
     def _snapshot(self) -> Snapshot:
