@@ -16,7 +16,7 @@ from culm.errors import RunError
 from culm.plan.layout import ahead
 from culm.plan.lineage import Standing
 from culm.runtime import epoch as letters
-from culm.runtime.epoch import Epoch, Member
+from culm.runtime.epoch import Epoch
 
 if TYPE_CHECKING:
     from culm.cluster.setup import NodeRecord
@@ -40,9 +40,11 @@ class Stall:
 
 @dataclass
 class Lull:
-    """Nodes have been waited for, in place of the lost, for as long as one may."""
+    """Look again whether the next epoch can begin."""
 
     epoch: int
+    over: bool = True
+    """Nodes have been waited for, in place of the lost, for as long as one may."""
 
 
 class Turnover:
@@ -78,7 +80,8 @@ class Turnover:
             tenure.event("refused", node=record.node, why=differs)
             return
         roll.nodes[record.node] = record
-        tenure.event("node_joined", node=record.node)
+        tenure.event("node_joined" if not record.life else "worker_renewed", node=record.node)
+        self._note_renewed(record.node)
         if len(roll.nodes) == tenure.setup.nodes and tenure.epoch is None:
             await self._open()
         await self._proceed()
@@ -94,7 +97,7 @@ class Turnover:
                 f"nodes differ in what exact results depend on ({'; '.join(sorted(prints))}): "
                 "use machines of one kind, or --set exact=false"
             )
-        members = tuple(Member(record.node, record.worker) for record in records)
+        members = tuple(tenure.roll.member(record.node) for record in records)
         tenure.adopt(
             first_epoch(setup, tenure.transport.address, members, tenure.folder.checkpoints, tenure.timeouts.beat)
         )
@@ -218,9 +221,13 @@ class Turnover:
         detect_s = max(before.detect_s if before is not None else 0.0, tenure.toll.took_to_detect(lost))
         committed = before.committed if before is not None else tenure.ledger.next_step
         self.halting = Halting(number, gone, left, began, detect_s, max(committed, tenure.ledger.next_step))
+        for node in left:
+            self._note_renewed(node)
         self._tell_halt(self.halting)
         if not left:
             raise tenure.lost(min({*gone, *tenure.roll.gone}))
+        if self.halting.complete:  # somebody who led before had all of them renewed
+            self._remind(Lull(number, over=False))
 
     def _unfinished(self) -> Halting | None:
         """The halt that is under way, or what is still being made good after one: who was lost then counts on."""
@@ -229,11 +236,31 @@ class Turnover:
         return self.halting
 
     def _tell_halt(self, halting: Halting) -> None:
-        assert self.tenure.epoch is not None
-        body = letters.encode(letters.Halt(halting.number, self.tenure.transport.address))
-        for member in self.tenure.epoch.alive:
-            if member.node in halting.expected and member.node not in halting.standings:
-                self.tenure.transport.post(member.address, body)
+        tenure = self.tenure
+        assert tenure.epoch is not None
+        halt = letters.encode(letters.Halt(halting.number, tenure.transport.address))
+        for member in tenure.epoch.alive:
+            if member.node not in halting.expected or member.node in halting.standings:
+                continue
+            if self._cold(halting):
+                renew = letters.encode(letters.Renew(member.life))
+                tenure.transport.post(tenure.roll.nodes[member.node].agent, renew)
+            else:
+                tenure.transport.post(member.address, halt)
+
+    def _cold(self, halting: Halting) -> bool:
+        """Whether workers do not leave the epoch but end, and others are started in their place."""
+        return self.tenure.setup.renews and rewinds(self.tenure.setup, halting.lost)
+
+    def _note_renewed(self, node: int) -> None:
+        """Where all workers are started anew: one that has been stands there with empty hands."""
+        halting, epoch, record = self.halting, self.tenure.epoch, self.tenure.roll.nodes.get(node)
+        if halting is None or epoch is None or record is None or not self._cold(halting):
+            return
+        slot = epoch.slot_of(node)
+        member = None if slot is None else epoch.members[slot]
+        if member is not None and node in halting.expected and record.life > member.life:
+            halting.standings[node] = Standing()
 
     async def report(self, report: letters.Report) -> None:
         """What a worker had when it left the epoch. When all have said so, the next begins."""
@@ -267,7 +294,7 @@ class Turnover:
     async def waited(self, lull: Lull) -> None:
         """Nobody came in place of the lost: go on with what fits."""
         if self.halting is not None and self.halting.number == lull.epoch:
-            self.halting.waited = True
+            self.halting.waited |= lull.over
             await self._proceed()
 
     def _short_of_nodes(self, halting: Halting) -> bool:

@@ -203,6 +203,7 @@ async def local_run(
                 neighbours=setup.nodes,
                 run=run.number,
                 kills=setup.kills,
+                renews=setup.renews,
             )
         )
     left = set(range(setup.nodes))

@@ -62,6 +62,8 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     run: int = 0
     kills: tuple[str, ...] = ()
     """Blows that the nodes of the run strike themselves with."""
+    renews: bool = False
+    """Whether its worker may be ended and started anew."""
 
 
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
