@@ -47,6 +47,9 @@ class Agent:
         self._leaves_in: float | None = None
         self._relieved = asyncio.Event()
         """Set when this node has notice and nothing more to give."""
+        self._life = 0
+        """How often the worker was started anew."""
+        self._renewal = asyncio.Event()
         self._worker_address: asyncio.Future[Address] = asyncio.get_running_loop().create_future()
         self._leader: Leader | None = None
 
@@ -57,7 +60,7 @@ class Agent:
         The node's session in the store should end right after: that is how the others hear of a node that is gone.
         """
         reading = asyncio.create_task(self._read_letters())
-        worker = asyncio.ensure_future(self._start_worker(self.transport.address))
+        worker = asyncio.ensure_future(self._keep_worker())
         following = asyncio.create_task(self._follow())
         leaving = asyncio.create_task(self._leave())
         try:
@@ -70,6 +73,28 @@ class Agent:
             return following.done() and following.exception() is None
         finally:
             await _ended(reading, worker, following, leaving)
+
+    async def _keep_worker(self) -> None:
+        """The worker and, as often as the leader says so, another in its place. Ends when one ends by itself."""
+        while True:
+            working = asyncio.ensure_future(self._start_worker(self.transport.address))
+            tending = asyncio.ensure_future(self._tend())
+            try:
+                await asyncio.wait([working, tending], return_when=asyncio.FIRST_COMPLETED)
+                if not tending.done():
+                    return working.result()
+                tending.result()
+            finally:
+                await _ended(working, tending)
+            self._life += 1
+            self._worker_address = asyncio.get_running_loop().create_future()
+
+    async def _tend(self) -> None:
+        """Say so when a worker that was started anew is up. Ends when another is to be started."""
+        if self._life:
+            await self._join(await self._worker_address)
+        await self._renewal.wait()
+        self._renewal.clear()
 
     async def _follow(self) -> None:
         """Join, lead if nobody does, and pass on what the store says until there is a result."""
@@ -96,7 +121,8 @@ class Agent:
         await self._relieved.wait()
 
     async def _join(self, worker: Address = "") -> None:
-        record = NodeRecord(self.node, self.transport.address, worker, self.fingerprint, self._leaves_in)
+        seen = (self.fingerprint, self._leaves_in, self._life)
+        record = NodeRecord(self.node, self.transport.address, worker, *seen)
         await self.store.put(f"nodes/{self.node}", encode(record), session=True)
 
     async def _campaign(self, setup: Setup) -> None:
@@ -123,12 +149,12 @@ class Agent:
         return await self.store.swap("leader", None, str(self.node).encode(), session=True)
 
     async def _serve_worker(self) -> None:
-        """When it is up: say so, and pass every epoch on to it."""
-        worker = await self._worker_address
-        await self._join(worker)
+        """When it is up: say so, and pass every epoch on to it, or to the one in its place. An epoch that is there
+        before a new worker is was meant for the one before."""
+        await self._join(await self._worker_address)
         async for _, value in self.store.watch("epoch"):
-            if value is not None:
-                self.transport.post(worker, value)
+            if value is not None and self._worker_address.done():
+                self.transport.post(self._worker_address.result(), value)
 
     async def _await_result(self) -> None:
         async with aclosing(self.store.watch("result")) as results:
@@ -152,6 +178,9 @@ class Agent:
                 self._worker_address.set_result(message.address)
         elif isinstance(message, letters.Stop):
             self._relieved.set()
+        elif isinstance(message, letters.Renew):
+            if message.life == self._life:
+                self._renewal.set()
         elif self._leader is not None:
             self._leader.inbox.put_nowait(message)
 

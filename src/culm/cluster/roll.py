@@ -55,7 +55,8 @@ class Roll:
 
     def member(self, node: int) -> Member:
         """A node that is there, as an epoch has it."""
-        return Member(node, self.nodes[node].worker)
+        record = self.nodes[node]
+        return Member(node, record.worker, record.life)
 
     def strike(self, nodes: Iterable[int]) -> None:
         """Nodes that are not there any more."""
@@ -71,7 +72,7 @@ class Roll:
         """The nodes that could come in and have no slot, in the order of their numbers."""
         known = [record for record in self.nodes.values() if record.leaves_in is None and record.node not in self.gone]
         idle = [record for record in known if epoch.slot_of(record.node) is None]
-        return [Member(record.node, record.worker) for record in sorted(idle, key=lambda record: record.node)]
+        return [self.member(record.node) for record in sorted(idle, key=lambda record: record.node)]
 
     def all_leave(self, epoch: Epoch) -> bool:
         return self.leaving.keys() >= {member.node for member in self.staying(epoch)}

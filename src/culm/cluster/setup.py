@@ -133,6 +133,11 @@ class Setup(msgspec.Struct, frozen=True):
         return self.strategy != "none"
 
     @property
+    def renews(self) -> bool:
+        """Whether workers may be ended and started anew."""
+        return self.restart == "cold" and self.strategy in ("checkpoint", "migrate")
+
+    @property
     def keeps(self) -> bool:
         """Whether workers keep what actions made until the step commits: nobody asks for it where every loss goes back
         to a checkpoint."""
@@ -148,6 +153,8 @@ class NodeRecord(msgspec.Struct, frozen=True):
     fingerprint: str
     leaves_in: float | None = None
     """Seconds of a spot notice: the machine goes."""
+    life: int = 0
+    """How often its worker was started anew."""
 
 
 class Result(msgspec.Struct, frozen=True):

@@ -41,9 +41,11 @@ class Stall:
 
 @dataclass
 class Lull:
-    """Nodes have been waited for, in place of the lost, for as long as one may."""
+    """Look again whether the next epoch can begin."""
 
     epoch: int
+    over: bool = True
+    """Nodes have been waited for, in place of the lost, for as long as one may."""
 
 
 class Turnover:
@@ -79,7 +81,8 @@ class Turnover:
             tenure.event("refused", node=record.node, why=differs)
             return
         roll.nodes[record.node] = record
-        tenure.event("node_joined", node=record.node)
+        tenure.event("node_joined" if not record.life else "worker_renewed", node=record.node)
+        self._note_renewed(record.node)
         await self._open_if_complete()
 
     async def _open_if_complete(self) -> None:
@@ -102,7 +105,7 @@ class Turnover:
                 f"nodes differ in what exact results depend on ({'; '.join(sorted(prints))}): "
                 "use machines of one kind, or --set exact=false"
             )
-        members: list[Member | None] = [Member(record.node, record.worker) for record in records]
+        members: list[Member | None] = [tenure.roll.member(record.node) for record in records]
         filled, address = len(members), tenure.transport.address
         members += [None] * (len(slots) - filled)
         first = first_epoch(setup, address, tuple(members), tenure.folder.checkpoints, tenure.timeouts.beat)
@@ -248,9 +251,13 @@ class Turnover:
         detect_s = max(before.detect_s if before is not None else 0.0, tenure.toll.took_to_detect(lost))
         committed = before.committed if before is not None else tenure.ledger.next_step
         self.halting = Halting(number, gone, left, began, detect_s, max(committed, tenure.ledger.next_step))
+        for node in left:
+            self._note_renewed(node)
         self._tell_halt(self.halting)
         if not left:
             raise tenure.lost(min({*gone, *tenure.roll.gone}))
+        if self.halting.complete:  # somebody who led before had all of them renewed
+            self._remind(Lull(number, over=False))
 
     def _unfinished(self) -> Halting | None:
         """The halt that is under way, or what is still being made good after one: who was lost then counts on."""
@@ -259,11 +266,31 @@ class Turnover:
         return self.halting
 
     def _tell_halt(self, halting: Halting) -> None:
-        assert self.tenure.epoch is not None
-        body = letters.encode(letters.Halt(halting.number, self.tenure.transport.address))
-        for member in self.tenure.epoch.alive:
-            if member.node in halting.expected and member.node not in halting.standings:
-                self.tenure.transport.post(member.address, body)
+        tenure = self.tenure
+        assert tenure.epoch is not None
+        halt = letters.encode(letters.Halt(halting.number, tenure.transport.address))
+        for member in tenure.epoch.alive:
+            if member.node not in halting.expected or member.node in halting.standings:
+                continue
+            if self._cold(halting):
+                renew = letters.encode(letters.Renew(member.life))
+                tenure.transport.post(tenure.roll.nodes[member.node].agent, renew)
+            else:
+                tenure.transport.post(member.address, halt)
+
+    def _cold(self, halting: Halting) -> bool:
+        """Whether workers do not leave the epoch but end, and others are started in their place."""
+        return self.tenure.setup.renews and rewinds(self.tenure.setup, halting.lost)
+
+    def _note_renewed(self, node: int) -> None:
+        """Where all workers are started anew: one that has been stands there with empty hands."""
+        halting, epoch, record = self.halting, self.tenure.epoch, self.tenure.roll.nodes.get(node)
+        if halting is None or epoch is None or record is None or not self._cold(halting):
+            return
+        slot = epoch.slot_of(node)
+        member = None if slot is None else epoch.members[slot]
+        if member is not None and node in halting.expected and record.life > member.life:
+            halting.standings[node] = Standing()
 
     async def report(self, report: letters.Report) -> None:
         """What a worker had when it left the epoch. When all have said so, the next begins."""
@@ -297,7 +324,7 @@ class Turnover:
     async def waited(self, lull: Lull) -> None:
         """Nobody came in place of the lost: go on with what fits."""
         if self.halting is not None and self.halting.number == lull.epoch:
-            self.halting.waited = True
+            self.halting.waited |= lull.over
             await self._proceed()
 
     def _short_of_nodes(self, halting: Halting) -> bool:

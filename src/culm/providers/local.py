@@ -133,7 +133,16 @@ async def local_run(
     transport = SocketTransport(secret=secret)
     keys = MemoryStore()
     keys.write("setup", encode(setup))
-    order = Start(0, transport.address, secret, ports=ports, neighbours=setup.nodes, run=next(_runs), kills=setup.kills)
+    order = Start(
+        0,
+        transport.address,
+        secret,
+        ports=ports,
+        neighbours=setup.nodes,
+        run=next(_runs),
+        kills=setup.kills,
+        renews=setup.renews,
+    )
     run = LocalRun(setup, keys.client("launcher"), LocalProvider(nursery, order))
     tasks = [asyncio.create_task(StoreServer(keys, transport).serve()), asyncio.create_task(run.follow())]
     try:

@@ -64,6 +64,8 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     kills: tuple[str, ...] = ()
     """Blows that the nodes of the run strike themselves with."""
     zone: str = ""
+    renews: bool = False
+    """Whether its worker may be ended and started anew."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):

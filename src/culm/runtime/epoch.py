@@ -19,6 +19,8 @@ class Member(msgspec.Struct, frozen=True):
 
     node: int
     address: str
+    life: int = 0
+    """How often the node's worker had been started anew: an address may be used again."""
 
 
 class Shadow(msgspec.Struct, frozen=True):
@@ -244,6 +246,12 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     trace: str = ""
 
 
+class Renew(msgspec.Struct, frozen=True, tag="renew"):
+    """The leader to an agent: end your worker of this life and start another. One that is gone already is no error."""
+
+    life: int
+
+
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """End now, whatever you are doing."""
 
@@ -267,6 +275,7 @@ Message: TypeAlias = (
     | Finish
     | Final
     | Failed
+    | Renew
     | Stop
 )
 

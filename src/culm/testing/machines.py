@@ -52,7 +52,7 @@ class Machines:
         """The nodes vanish at once: nothing of them takes another step, and every connection to them breaks."""
         for node in nodes:
             self.history.note(node, "killed")
-            for address in (f"agent-{node}", f"worker-{node}"):
+            for address in sorted(address for address in self.network.endpoints if node_of(address) == node):
                 self.network.drop(address, silence=silence)
             virtual_loop().end(node)
             self._end_session(node)
