@@ -71,7 +71,8 @@ class Led(Saving):
             return None
         if not (held(self.depths, self.filled, hit) or self.charges.handed_over(self.workload)):
             return self.begin()
-        return self.follow({**self.charges.alarm, "redo": self.redo_s(len(hit))}) or self.begin()
+        redo = self.redo_s(len(self.depths), hit)
+        return self.follow({**self.charges.alarm, "redo": redo}, completes=True) or self.begin()
 
     def joined(self, new: Sequence[Node]) -> Turn | None:
         self.alive.update((node.name, node.zone) for node in new)
@@ -90,12 +91,7 @@ class Led(Saving):
         again, self.began = self.began, True
         return self.reload(turn.rate) if again else Turn(turn.rate, start, why="start")
 
-    def redo_s(self, hit: int) -> float:
-        """What the lost workers had done of the step, by those that hold the same layers in other pipelines."""
-        D = len(self.depths)
-        return hit * self.charges.redo_s(self.workload, pipelines=D, helpers=D - 1, forwards=True)
-
-    def follow(self, pauses: dict[str, float]) -> Turn | None:
+    def follow(self, pauses: dict[str, float], *, completes: bool = False) -> Turn | None:
         """Ask the policy, and do what it says. None: there is nothing to do, or nothing that can be done."""
         state = Seen(
             alive=self.alive,
@@ -114,7 +110,7 @@ class Led(Saving):
         self.rate = self.scene.rate(self.step_s(found.layout))
         if found.kind != "stay":
             self._move_in(found)
-        return Turn(self.rate, {**pauses, **self._pause(found)}, why=found.kind)
+        return Turn(self.rate, {**pauses, **self._pause(found)}, why=found.kind, completes=completes)
 
     def _settled(self, steps: dict[Layout, float]) -> bool:
         """Whether nothing is faster than what there is, and no stage is down to its last holder."""
@@ -140,6 +136,12 @@ class Led(Saving):
         return decide(state, outlook, 0.0, depths=self._depths())[0]
 
     def step_s(self, layout: Layout) -> float:
+        """One hole is where it is; of several it is taken that nodes move until they are where they hurt least."""
+        here = layout.holes == len(self.holes) == 1 and len(layout.depths) > 1
+        if here and set(layout.depths) == {self.workload.stages}:
+            (hole,) = self.holes
+            spread = tuple(int(stage == hole.stage) for stage in range(self.workload.stages))
+            return self.steps.rerouted(len(layout.depths), spread)
         return self.steps.layout(layout)
 
     def _depths(self) -> Iterable[int]:
