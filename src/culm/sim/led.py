@@ -69,10 +69,14 @@ class Led(Saving):
             del self.filled[slot]
         if not hit:
             return None
-        if not (held(self.depths, self.filled, hit) or self.charges.handed_over(self.workload)):
+        if not (self.held(hit) or self.charges.handed_over(self.workload)):
             return self.begin()
         redo = self.redo_s(len(self.depths), hit)
         return self.follow({**self.charges.alarm, "redo": redo}, completes=True) or self.begin()
+
+    def held(self, hit: Sequence[Slot]) -> bool:
+        """Whether somebody who is left has the layers of the slots that were hit."""
+        return held(self.depths, self.filled, hit)
 
     def joined(self, new: Sequence[Node]) -> Turn | None:
         self.alive.update((node.name, node.zone) for node in new)
@@ -165,10 +169,51 @@ class Reroute(Led):
 
 
 class Auto(Led):
-    """`auto`: re-route, fill, give a hurt pipeline up, or cut the model anew: whatever will have trained most."""
+    """`auto`: re-route, fill, give a hurt pipeline up, or cut the model anew: whatever will have trained most.
+
+    In a single pipeline nobody has peers: there each node shadows the next one, where that costs less than to go back
+    to a checkpoint as often as nodes are lost.
+    """
 
     name = "auto"
     shapes = True
+
+    def __init__(self, scene: Scene) -> None:
+        super().__init__(scene)
+        self.shadows = False
+
+    def _worth_shadows(self, depths: Sequence[int]) -> bool:
+        c = self.charges
+        back_s = c.detect_s + c.restart_s + c.load_s(self.workload) + self.checkpoint_every_s / 2
+        return len(depths) == 1 < depths[0] and c.shadow * self.expected_s < back_s
+
+    def held(self, hit: Sequence[Slot]) -> bool:
+        return super().held(hit) or (self.shadows and not neighbours(self.holes, self.depths[0]))
+
+    def step_s(self, layout: Layout) -> float:
+        if not self._worth_shadows(layout.depths):
+            return super().step_s(layout)
+        if not layout.holes:
+            return super().step_s(layout) * (1 + self.charges.shadow)
+        planned = layout.depths == (self.workload.stages,) and layout.holes == len(self.holes)
+        return self.steps.shadowed(1) * self.steps.taken_over(1, self.holes) if planned else math.inf
+
+    def redo_s(self, pipelines: int, hit: Sequence[Slot]) -> float:
+        if pipelines > 1 or self.charges.notice_s:
+            return super().redo_s(pipelines, hit)
+        return self.scene.redo.seconds("shadow", 1, hit, self.phase)
+
+    def follow(self, pauses: dict[str, float], *, completes: bool = False) -> Turn | None:
+        turn = super().follow(pauses, completes=completes)
+        if turn is not None:
+            self.shadows = self._worth_shadows(self.depths)
+        return turn
+
+
+def neighbours(holes: Iterable[Slot], stages: int) -> bool:
+    """Whether two slots that follow each other in one pipeline are empty: then the shadow of one is gone too."""
+    gone = {(slot.pipeline, slot.stage) for slot in holes}
+    return any((d, (s + 1) % stages) in gone for d, s in gone)
 
 
 def held(depths: Sequence[int], filled: Iterable[Slot], hit: Sequence[Slot]) -> bool:

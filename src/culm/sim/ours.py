@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from culm.sim.engine import Turn
+from culm.sim.led import neighbours
 from culm.sim.strategy import Scene, Slotted, Way
 
 
@@ -94,8 +95,7 @@ class Shadow(Slotted):
 
     def unshadowed(self) -> bool:
         """Whether two neighbours are gone: then the predecessor of one has nothing to take over from."""
-        before = {(slot.pipeline, (slot.stage - 1) % self.slots.stages) for slot in self.slots.holes}
-        return self.workload.stages == 1 or any((slot.pipeline, slot.stage) in before for slot in self.slots.holes)
+        return self.workload.stages == 1 or neighbours(self.slots.holes, self.slots.stages)
 
     def after_join(self) -> Turn | None:
         filled, grown = self.slots.fill(), 0
