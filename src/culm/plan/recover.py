@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from culm.plan.edges import Task
+from culm.plan.least import least
 from culm.plan.lineage import Cell, Missing, Standing, lineage
-from culm.plan.place import Floor, Task, best
+from culm.plan.place import Floor, best
 from culm.schedule import UNIT, Action, Costs, Kind
 from culm.schedule.action import BACKWARD
 
@@ -35,6 +37,8 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
     """How many of the actions had been finished before by somebody, as far as survivors saw."""
     length: float = 0.0
     """How long the placed actions take, in the unit of the costs."""
+    bound: float = 0.0
+    """No placement takes less."""
 
     def tasks(self, slot: int) -> list[Task]:
         return [Task(step, Action.parse(action), again) for step, action, again in self.lists[slot]]
@@ -123,9 +127,12 @@ def recover(scene: Scene, standings: Mapping[int, Standing]) -> Recovery:
         joint=scene.joint,
     )
     shape = {"segments": scene.segments, "micro_batches": scene.micro_batches}
-    found = [lineage(usable, steps, **shape, split=split) for split in ((True,) if scene.split else (False, True))]
+    halves = lineage(usable, steps, **shape, split=True)
+    bound = least(halves.lots, floor)
+    found = [halves] if scene.split else [lineage(usable, steps, **shape, split=False), halves]
     missing, placed = min(
-        ((missing, best(missing.lots, floor, scene.home)) for missing in found), key=lambda pair: pair[1].makespan
+        ((missing, best(missing.lots, floor, scene.home, bound)) for missing in found),
+        key=lambda pair: pair[1].makespan,
     )
     return Recovery(
         steps=steps,
@@ -136,6 +143,7 @@ def recover(scene: Scene, standings: Mapping[int, Standing]) -> Recovery:
         runners=tuple(tuple(scene.runners[stage]) for stage in range(scene.stages)),
         redone=_redone(placed.lists, standings),
         length=placed.makespan,
+        bound=bound,
     )
 
 
