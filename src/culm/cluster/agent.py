@@ -14,6 +14,7 @@ from culm.errors import NodeLost, RunError
 from culm.runtime import epoch as letters
 
 if TYPE_CHECKING:
+    from culm.cluster.probe import Prober
     from culm.job import Job
     from culm.runtime.clock import Clock
     from culm.transport.base import Address, Transport
@@ -36,7 +37,12 @@ class Agent:
         clock: Clock,
         store: Store,
         start_worker: StartWorker,
+        *,
+        prober: Prober | None = None,
+        zone: str = "",
     ) -> None:
+        """`prober` looks after connections that break, where the store does not know of them by itself."""
+        self.zone, self._prober = zone, prober
         self.job, self.node, self.fingerprint = job, node, fingerprint
         self.transport, self.clock, self.store = transport, clock, store
         self._start_worker = start_worker
@@ -62,6 +68,8 @@ class Agent:
             return following.done() and following.exception() is None
         finally:
             await _ended(reading, worker, following)
+            if self._prober is not None:
+                await self._prober.close()
 
     async def _follow(self) -> None:
         """Join, lead if nobody does, and pass on what the store says until there is a result."""
@@ -70,18 +78,21 @@ class Agent:
         leading = asyncio.create_task(self._campaign(setup))
         serving = asyncio.create_task(self._serve_worker())
         ending = asyncio.create_task(self._await_result())
+        knowing = [asyncio.create_task(self._know_leader(self._prober))] if self._prober is not None else []
         try:
-            await asyncio.wait([leading, ending], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([leading, ending, *knowing], return_when=asyncio.FIRST_COMPLETED)
+            for task in (task for task in knowing if task.done()):
+                task.result()  # it ends only with the store
             if leading.done():
                 leading.result()  # a leader that failed takes its node along, and so is missed
             await ending
             if self._worker_address.done():
                 self.transport.post(self._worker_address.result(), letters.encode(letters.Stop()))
         finally:
-            await _ended(leading, serving, ending)
+            await _ended(leading, serving, ending, *knowing)
 
     async def _join(self, worker: Address = "") -> None:
-        record = NodeRecord(self.node, self.transport.address, worker, self.fingerprint)
+        record = NodeRecord(self.node, self.transport.address, worker, self.fingerprint, self.zone)
         await self.store.put(f"nodes/{self.node}", encode(record), session=True)
 
     async def _campaign(self, setup: Setup) -> None:
@@ -102,6 +113,20 @@ class Agent:
         seams = (self.transport, self.clock, self.store)
         self._leader = Leader(self.job, setup, self.node, *seams, heir=before != b"")
         await self._leader.run()
+
+    async def _know_leader(self, prober: Prober) -> None:
+        """Be connected to the agent that leads, from both sides: when either ends, the other one hears of it."""
+        async for _, value in self.store.watch("leader"):
+            if value == str(self.node).encode():
+                break
+            key = f"nodes/{(value or b'').decode()}"
+            record = await self.store.get(key) if value is not None else None
+            if record is not None:
+                here = letters.encode(letters.Beat(self.node, 0, 0, 0.0))
+                self.transport.post(prober.know(key, record), here)
+        async for key, record in self.store.watch("nodes/"):
+            if record is not None:
+                prober.know(key, record)
 
     async def _elected(self) -> bool:
         return await self.store.swap("leader", None, str(self.node).encode(), session=True)
@@ -129,6 +154,8 @@ class Agent:
                     return  # the launcher is gone, and with it the run
             elif body is not None:
                 self._heed(letters.decode(body))
+            elif self._prober is not None:
+                self._prober.broke(sender)
 
     def _heed(self, message: letters.Message) -> None:
         if isinstance(message, letters.Hello):

@@ -13,9 +13,9 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from culm.cluster.agent import Agent
-from culm.cluster.store import RemoteStore
 from culm.providers.base import REJOIN
 from culm.providers.nursery import NVML_CHECK, Start, fork, readable
+from culm.providers.stores import joined
 from culm.providers.strike import Board, Striker
 from culm.runtime.clock import RealClock
 from culm.runtime.fingerprint import fingerprint
@@ -52,15 +52,16 @@ def run_node(job: Job, order: Start, board: Board | None = None) -> None:
 async def _agent(job: Job, order: Start, pipe: Connection, worker: int, clock: RealClock) -> bool:
     """Whether the run has ended."""
     transport = _transport(order)
-    store = RemoteStore(order.store, transport)
 
     async def start_worker(address: str) -> None:
         pipe.send_bytes(address.encode())
         await _ended(worker)
 
-    agent = Agent(job, order.node, fingerprint(job), transport, clock, store, start_worker)
     try:
-        return await agent.run()
+        async with joined(order.place, transport, clock) as (store, prober):
+            seams = (transport, clock, store)
+            agent = Agent(job, order.node, fingerprint(job), *seams, start_worker, prober=prober, zone=order.zone)
+            return await agent.run()
     finally:
         _kill(worker)
         await transport.close()

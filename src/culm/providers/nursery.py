@@ -27,6 +27,7 @@ from culm import errors
 from culm.cluster.setup import Request, Setup
 from culm.errors import CulmError, RunError
 from culm.job import Job
+from culm.providers.stores import Place
 from culm.providers.strike import Board
 
 _REAP_S = 0.2
@@ -48,13 +49,22 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
 
     source: JobSource
     request: Request
+    identify: bool = False
+    """Whether other machines will have to compare themselves with this one."""
+
+
+class Meet(msgspec.Struct, frozen=True, tag="meet"):
+    """Import a job that others run, and see whether this machine agrees with them."""
+
+    source: JobSource
+    identity: dict[str, str]
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
     """Fork a node."""
 
     node: int
-    store: str
+    place: Place
     secret: bytes
     host: str = "127.0.0.1"
     ports: tuple[int, int] | None = None
@@ -76,6 +86,11 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
 
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
     setup: Setup
+    identity: dict[str, str] = {}
+
+
+class Met(msgspec.Struct, frozen=True, tag="met"):
+    """This machine agrees."""
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
@@ -102,8 +117,8 @@ class Exited(msgspec.Struct, frozen=True, tag="exited"):
     run: int = 0
 
 
-Order: TypeAlias = Load | Start | Stop
-Report: TypeAlias = Loaded | Progress | Refused | Exited
+Order: TypeAlias = Load | Meet | Start | Stop
+Report: TypeAlias = Loaded | Met | Progress | Refused | Exited
 _encode = msgspec.msgpack.Encoder().encode
 _orders = msgspec.msgpack.Decoder(Order)
 reports = msgspec.msgpack.Decoder(Report)
@@ -137,39 +152,46 @@ class Nursery:
     def _obey(self, order: Order) -> None:
         if isinstance(order, Start):
             self._start(order)
-            return
-        if isinstance(order, Stop):
+        elif isinstance(order, Stop):
             self._stop(order)
-            return
-        try:
-            self._job = _load(order.source)
-        except CulmError as error:
-            self._pipe.send_bytes(_encode(_refusal(error)))
-            return
-        self._prepare(order.request)
+        else:
+            self._load(order)
 
-    def _prepare(self, request: Request) -> None:
+    def _load(self, order: Load | Meet) -> None:
+        try:
+            job = self._job = _load(order.source)
+        except CulmError as error:
+            self._report(_refusal(error))
+            return
+        self._aside(lambda: self._prepared(job, order) if isinstance(order, Load) else _met(job, order))
+
+    def _prepared(self, job: Job, order: Load) -> Loaded:
+        from culm.cluster.prepare import prepare
+
+        def told(text: str, done: int, total: int) -> None:
+            self._report(Progress(text, done, total))
+
+        setup = prepare(job, order.request, progress=told)
+        return Loaded(setup, _identity(job, order.source) if order.identify else {})
+
+    def _aside(self, made: Callable[[], Report]) -> None:
         """In a child, since trying the layers out may start threads or a GPU, after which forking is unsafe."""
-        assert self._job is not None
-        job = self._job
 
         def child() -> None:
-            from culm.cluster.prepare import prepare
-
-            def told(text: str, done: int, total: int) -> None:
-                self._pipe.send_bytes(_encode(Progress(text, done, total)))
-
             try:
-                self._pipe.send_bytes(_encode(Loaded(prepare(job, request, progress=told))))
+                self._report(made())
             except Exception as error:
-                self._pipe.send_bytes(_encode(_refusal(error)))
+                self._report(_refusal(error))
 
         _, status = os.waitpid(fork(child), 0)
         if os.WIFSIGNALED(status):
             text = (
                 f"trying the layers out ended with signal {os.WTERMSIG(status)}: is there enough memory for one layer?"
             )
-            self._pipe.send_bytes(_encode(Refused("RunError", text, "")))
+            self._report(Refused("RunError", text, ""))
+
+    def _report(self, report: Report) -> None:
+        self._pipe.send_bytes(_encode(report))
 
     def _start(self, order: Start) -> None:
         job = self._job
@@ -209,8 +231,7 @@ class Nursery:
                 return
             if pid in self._nodes:
                 order = self._nodes.pop(pid)
-                report = Exited(order.node, os.waitstatus_to_exitcode(status), order.run)
-                self._pipe.send_bytes(_encode(report))
+                self._report(Exited(order.node, os.waitstatus_to_exitcode(status), order.run))
 
 
 def fork(child: Callable[[], None]) -> int:
@@ -269,6 +290,19 @@ def _load(source: JobSource) -> Job:
         ) from error
     assert isinstance(job, Job)
     return override(job, source.overrides)
+
+
+def _met(job: Job, order: Meet) -> Met:
+    from culm.cluster.identity import check_identity
+
+    check_identity(_identity(job, order.source), order.identity)
+    return Met()
+
+
+def _identity(job: Job, source: JobSource) -> dict[str, str]:
+    from culm.cluster.identity import identity
+
+    return identity(job, source.reference)
 
 
 def _refusal(error: Exception) -> Refused:

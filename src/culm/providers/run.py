@@ -37,8 +37,9 @@ News = Lost | Came | Recovered
 class LocalRun:
     """What the store says of a run, from `follow` being started on; and the few things that a launcher says there."""
 
-    def __init__(self, setup: Setup, store: Store, provider: Provider) -> None:
-        self.setup, self.store = setup, store
+    def __init__(self, setup: Setup, store: Store, provider: Provider, *, alone: bool = True) -> None:
+        """`alone`: all nodes come from this launcher's provider."""
+        self.setup, self.store, self.alone = setup, store, alone
         self.nodes = Nodes(self, provider)
         self.lost: list[int] = []
         """Nodes that vanished while the run went on, in order."""
@@ -51,6 +52,8 @@ class LocalRun:
         self._last_t: float | None = None
         """When the last step ended, if the epoch is still the same."""
         self._begun = asyncio.Event()
+        self._there: set[int] = set()
+        self._left = asyncio.Event()
         self._joined: set[int] = set()
         self._up: set[int] = set()
         self._recoveries = 0
@@ -91,6 +94,8 @@ class LocalRun:
 
     def _hear_of_node(self, node: int, value: bytes | None) -> None:
         self._joined.add(node)
+        (self._there.discard if value is None else self._there.add)(node)
+        self._left.set()
         if value is None and not self._result.done():
             self.lost.append(node)
             self._news.put_nowait(Lost(node))
@@ -144,6 +149,13 @@ class LocalRun:
     def joined(self, node: int) -> bool:
         """Whether its agent has ever been in the store: from then on, its end is noticed there."""
         return node in self._joined
+
+    async def deserted(self) -> None:
+        """Wait until the run has ended and no node is left in the store."""
+        await self.result()
+        while self._there:
+            self._left.clear()
+            await self._left.wait()
 
     async def node_up(self) -> int:
         """The number of the next node whose worker is up."""

@@ -90,8 +90,9 @@ def marker(home: str, lease: int) -> bytes:
     return f"{home}session/{lease:016x}".encode()
 
 
-async def evict(gateway: Gateway, own: Session, home: str, lease: int) -> None:
-    """End somebody else's session: from the first write on he can change nothing, then his keys go together."""
-    await own.write([wire.delete(marker(home, lease))])
+async def evict(gateway: Gateway, own: Session, home: str, lease: int, key: bytes) -> None:
+    """End somebody else's session: with the first write a key of his goes and he can change nothing any more, then all
+    his other keys go together. (Revoking a lease takes etcd longer than a write.)"""
+    await own.write([wire.delete(marker(home, lease)), wire.delete(key)])
     with contextlib.suppress(Gone):  # it ran out meanwhile
         await gateway.call("/v3/lease/revoke", {"ID": str(lease)}, Anything)
