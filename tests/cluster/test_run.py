@@ -248,7 +248,7 @@ def test_of_two_results_the_first_one_stays() -> None:
         setup = prepare(described, Request(stages=2, strategy="none"))
         endpoint = MemoryNetwork().endpoint("agent-0")
         leader = Leader(described, setup, 0, endpoint, VirtualClock(), store.client("agent-0"))
-        leader.inbox.put_nowait(leader.lost(1))
+        leader.inbox.put_nowait(leader.tenure.lost(1))
         await leader.run()
         assert store.read("result") == b"the first"
 
@@ -435,7 +435,7 @@ def test_a_leader_forgets_what_is_done() -> None:
 
     def keep(self: Leader, *arguments: Any, **options: Any) -> None:
         init(self, *arguments, **options)
-        held.extend([self.ledger, self.finals, list(self.saves), self.checkpoints])
+        held.extend([self.tenure.ledger, self.tenure.finals, self.tenure.saves.complete])
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Leader, "__init__", keep)

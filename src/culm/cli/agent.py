@@ -47,7 +47,16 @@ def agent(
         place = Place(access, job_name(job), secret=secret_of(secret_file))
         host, span = own_address(address, access), values.ports(ports)
         values.check_ports(span, 1, host)
-        order = Start(0, place, wire_secret(place.secret, place.job), host=host, ports=span, zone=zone)
+        order = Start(
+            0,
+            place,
+            wire_secret(place.secret, place.job),
+            host=host,
+            ports=span,
+            zone=zone,
+            notice=notice,
+            grace_s=grace,
+        )
         asyncio.run(_attend(place, order, grace))
 
 

@@ -134,7 +134,10 @@ def told_of(news: News) -> str:
     milliseconds = news.detect_ms + news.decide_ms + news.move_ms + news.redo_ms
     nodes = listed(news.lost, "node")
     again = "nothing" if not news.redone_actions else count(news.redone_actions, "action")
-    return f"step {news.step} went on without {nodes}, by {news.source}: {again} run again, {milliseconds:.0f} ms"
+    changed = " (its samples are left out: training changes)" if news.source == "drop" else ""
+    return (
+        f"step {news.step} went on without {nodes}, by {news.source}{changed}: {again} run again, {milliseconds:.0f} ms"
+    )
 
 
 def missed(run: LocalRun) -> list[str]:

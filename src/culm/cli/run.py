@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
@@ -14,7 +14,7 @@ from culm.cli.display import Display, console_on, display_on
 from culm.cli.failing import failing
 from culm.cli.launch import Market, launch
 from culm.cli.tables import ledger_table
-from culm.cluster.setup import STRATEGIES, Request, Setup
+from culm.cluster.setup import RESTARTS, STRATEGIES, Request, Restart, Setup
 from culm.errors import UsageError
 from culm.job import locate, parse
 from culm.market import read_trace
@@ -42,8 +42,15 @@ def run(
     seed: Annotated[Number, typer.Option(help="Replaces Job.seed.")] = None,
     out: Annotated[Words, typer.Option(metavar="DIR|URL", help="Folder for the run's files; must be empty.")] = None,
     resume: Annotated[Words, typer.Option(metavar="DIR|URL", help="Go on from the newest checkpoint there.")] = None,
-    checkpoint_every: Annotated[int, typer.Option(help="Steps between two checkpoints; 0: one at the end.")] = 0,
+    checkpoint_every: Annotated[
+        int, typer.Option(help="Steps between two; 0: one at the end, or as the strategy needs.")
+    ] = 0,
     keep_last: Annotated[int, typer.Option(help="Checkpoints to keep.")] = 2,
+    restart: Annotated[str, typer.Option(help=f"From a checkpoint: {' or '.join(RESTARTS)} processes.")] = "warm",
+    replace_within: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="A restart waits so long for nodes in place of the lost.")
+    ] = None,
+    losses: Annotated[float, typer.Option(help="Share of nodes lost an hour: auto goes by it.")] = 0.1,
     memory: Annotated[Words, typer.Option(metavar="SIZE", help="What a stage may hold, as in 16GiB.")] = None,
     profile: Annotated[Words, typer.Option(metavar="FILE", help="Cut by this profile (culm profile --out).")] = None,
     kill: Annotated[
@@ -84,6 +91,9 @@ def run(
             resume=resume,
             checkpoint_every=checkpoint_every,
             keep_last=keep_last,
+            restart=cast("Restart", restart),
+            replace_within=replace_within,
+            losses=losses,
             memory=values.size(memory),
             profile=profile,
             kills=tuple(kill or ()),

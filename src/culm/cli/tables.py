@@ -66,6 +66,7 @@ def _samples(summary: Mapping[str, Any]) -> str:
     lost, duplicated = summary["samples_lost"], summary["samples_duplicated"]
     right = summary["samples"] == summary["samples_expected"] and not lost and not duplicated
     counted = "each counted once" if right else "NOT each counted once"
+    counted += f", {summary['samples_redone']} of them run again" if summary.get("samples_redone") else ""
     return (
         f"{summary['samples']}, {counted} (expected {summary['samples_expected']}, "
         f"lost {lost}, duplicated {duplicated})"

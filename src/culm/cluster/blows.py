@@ -168,6 +168,18 @@ class Join(Blow):
             raise UsageError(f"{self.word}: count is {self.count}: let at least 1 node come")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Warn(Blow):
+    """Nodes have notice: so many seconds later they vanish, if they have not gone by then."""
+
+    word: ClassVar[str] = "warn"
+    seconds: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_seconds(self.word, self.seconds)
+
+
 def _weight_half(action: str | None) -> str | None:
     """1W3 for 1B3: what the node runs in its place where backward is split."""
     return None if action is None else re.sub(r"^(\d+)B(\d+)$", r"\1W\2", action)

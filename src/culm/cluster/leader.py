@@ -1,82 +1,35 @@
-"""The leader: a coroutine on one of the nodes. It makes the epoch, keeps the ledger and ends the run."""
+"""The leader: a coroutine on one of the nodes. It counts the steps, keeps the ledger and ends the run.
+
+What it knows is its `tenure`; how one epoch follows another is `turnover`'s business.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
-import statistics
-import time
 import traceback
-from collections.abc import Coroutine, Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from culm import errors
-from culm.checkpoint import Catalog, ShardReceipt, Storage
-from culm.cluster.record import Record, decode_record
-from culm.cluster.recovered import Recovered
-from culm.cluster.regroup import Regrouped, first_shadows, homeless, protected, regroup, restart, seats, world_of
-from culm.cluster.setup import NodeRecord, Result, Setup, decode_node, encode
+from culm.cluster.setup import Result, decode_node, encode
 from culm.cluster.store import Change
 from culm.cluster.summary import slot_label, speed, summarise
-from culm.cluster.timeouts import derive
-from culm.errors import CheckpointError, CulmError, NodeLost, RunError
+from culm.cluster.tenure import Tenure
+from culm.cluster.turnover import Doubt, Lull, Stall, Turnover
+from culm.errors import CulmError, NodeLost, RunError
 from culm.job import STOP
-from culm.observe.folder import RunFolder, perfetto
-from culm.observe.ledger import CommittedStep, Ledger
-from culm.plan.ahead import Plans
-from culm.plan.layout import ahead
-from culm.plan.lineage import Standing
+from culm.observe.folder import perfetto
 from culm.runtime import epoch as letters
-from culm.runtime.epoch import Epoch, Member
-from culm.schedule import Plan
 
 if TYPE_CHECKING:
+    from culm.cluster.setup import Setup
     from culm.cluster.store import Store
     from culm.job import Job
+    from culm.observe.ledger import CommittedStep
     from culm.runtime.clock import Clock
     from culm.transport.base import Transport
-
-
-@dataclass
-class _Doubt:
-    """Somebody missed somebody in an epoch, some time ago."""
-
-    epoch: int
-    message: letters.Failed
-
-
-@dataclass
-class _Stall:
-    """Nothing has moved in an epoch for too long."""
-
-    epoch: int
-
-
-@dataclass
-class _Halting:
-    """An epoch that is being left."""
-
-    number: int
-    lost: set[int]
-    expected: set[int]
-    began: float
-    detect_s: float
-    """What it took to find out."""
-    standings: dict[int, Standing] = field(default_factory=dict)
-
-
-@dataclass
-class _Recovering:
-    """An epoch whose open steps are being completed."""
-
-    halting: _Halting
-    decided_at: float
-    made: Regrouped
-    ready_at: float | None = None
 
 
 class Leader:
@@ -96,212 +49,127 @@ class Leader:
         store: Store,
         *,
         heir: bool = False,
+        relieved: asyncio.Event | None = None,
     ) -> None:
-        self.job, self.setup, self.node, self.heir = job, setup, node, heir
-        self.transport, self.clock, self.store = transport, clock, store
-        self.inbox: asyncio.Queue[letters.Message | Change | CulmError | _Doubt | _Stall] = asyncio.Queue()
-        self.folder = RunFolder(setup.out, resumed_at=None if setup.resume is None else setup.start)
-        self.nodes: dict[int, NodeRecord] = {}
-        self.epoch: Epoch | None = None
-        self.ledger = Ledger(
-            workers=setup.pipelines * setup.stages,
-            micro_batch=job.micro_batch,
-            evaluate_every=job.evaluate_every,
-            evaluation_parts=setup.evaluation_parts,
-            next_step=setup.start,
-        )
-        self.gone: set[int] = set()
-        self.recoveries: list[Recovered] = []
-        self._pace: collections.deque[float] = collections.deque(maxlen=32)
-        self._before_loss: float | None = None
-        """When the last step was committed that no loss had disturbed."""
-        self.timeouts = derive(setup.suspect_after)
-        self._beats: dict[int, int] = {}
-        self._slowest_s = max((part for costs in setup.costs for part in costs), default=0.0)
-        self.at_risk_s = 0.0
-        self._risk_since: float | None = None
-        self.plans = Plans()
-        self._first_sign: float | None = None
-        """When somebody missed somebody, since the epoch began."""
-        self._published: bytes | None = None
-        """The epoch as it stands in the store."""
-        self._halting: _Halting | None = None
-        self._recovering: _Recovering | None = None
-        self.finals: dict[int, letters.Final] = {}
-        self.saves: dict[int, dict[int, letters.ShardReport]] = {}
-        """Checkpoints of this epoch that are being written: by step, the parts that lie on storage."""
-        self.checkpoints: list[int] = []
-        self.began = clock.now()
-        self.first_step_at: float | None = None
-        self._ready: set[int] = set()
-        self._crew: set[int] = set()
-        """The nodes that every step waits for: all members but newcomers that are not level yet."""
-        self._arrived: set[int] = set()
-        """Newcomers that are level."""
-        self._savers: set[int] = set()
-        """The nodes that have a part of every checkpoint."""
-        self._finish: int | None = None
-        self._permitted = 0
-        self._tasks: list[asyncio.Task[None]] = []
+        self.inbox: asyncio.Queue[letters.Message | Change | CulmError | Doubt | Stall | Lull] = asyncio.Queue()
+        self.tenure = Tenure(job, setup, node, transport, clock, store)
+        self.turnover = Turnover(self.tenure, self.inbox.put_nowait, relieved)
+        self._heir = heir
 
     async def run(self) -> None:
         """Until the result is in the store, whatever it is; one that is there already stays."""
-        self._aside(self._watch("nodes/"))
-        if self.setup.gate == "outside":
-            self._aside(self._watch("gate/"))
-        if self.setup.strategy != "none":
-            self._aside(self._watch_progress())
+        tenure = self.tenure
+        tenure.aside(self._watch("nodes/"))
+        if tenure.setup.gate == "outside":
+            tenure.aside(self._watch("gate/"))
+        if tenure.setup.survives:
+            tenure.aside(self.turnover.watch_progress())
         try:
             result = await self._result()
-            await self.store.swap("result", None, encode(result))
+            await tenure.store.swap("result", None, encode(result))
         finally:
-            self.folder.close()
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await tenure.close()
 
     async def _result(self) -> Result:
         """How the run ended, with all that it leaves behind in its place."""
+        tenure = self.tenure
         try:
             summary = await self._lead()
-            self.folder.sync()
+            tenure.folder.sync()
+            if self.turnover.evacuated:
+                raise tenure.all_left()
             return Result(summary=summary)
         except Exception as reason:
             error = reason if isinstance(reason, CulmError) else _unforeseen(reason)
         with contextlib.suppress(RunError):  # it may be the folder that failed
-            self._event("failed", error=type(error).__name__, message=str(error))
-        self.folder.close()
+            tenure.event("failed", error=type(error).__name__, message=str(error))
+        tenure.folder.close()
         return Result(error=type(error).__name__, message=str(error), trace=error.trace)
 
     async def _lead(self) -> dict[str, Any]:
-        if not await self._take_over():
-            self.folder.open()
-            self._event("run_started", nodes=self.setup.nodes, why=self.setup.why, steps=self.setup.steps)
-            if self.setup.start >= self.setup.steps:
-                self._finish = self.setup.start
+        await (self._take_over() if await self.tenure.inherit() else self._begin())
         while not self._ended():
             await self._heed(await self.inbox.get())
         return self._leave()
 
-    async def _take_over(self) -> bool:
-        """Whether somebody led before: then go on from what the store knows. Who is gone, is lost."""
-        epoch, record = await self.store.get("epoch"), await self.store.get("record")
-        if epoch is None and self.heir:
+    async def _begin(self) -> None:
+        tenure, setup = self.tenure, self.tenure.setup
+        if self._heir and not tenure.roll.gone:  # who had notice has left word
             raise NodeLost("the node that led vanished before the first step: start the run again")
-        if epoch is None:
+        tenure.folder.open()
+        tenure.event("run_started", nodes=setup.nodes, why=setup.why, steps=setup.steps)
+        if setup.start >= setup.steps:
+            tenure.finish = setup.start
+
+    async def _take_over(self) -> None:
+        """Somebody led before. Who is gone, is lost; and everyone has to hear who leads now."""
+        tenure = self.tenure
+        assert tenure.epoch is not None
+        tenure.folder.open()
+        tenure.event("leader", node=None, why="the node that led is gone: this one goes on from the store")
+        lost = [member.node for member in tenure.roll.staying(tenure.epoch) if member.node not in tenure.roll.nodes]
+        if lost:
+            await self.turnover.lose(lost)
+        else:
+            self.turnover.halt()
+
+    def _ended(self) -> bool:
+        tenure = self.tenure
+        done = tenure.finish is not None and tenure.ledger.next_step >= tenure.finish
+        if not done or tenure.epoch is None or self.turnover.halting is not None or tenure.saves:
             return False
-        found = letters.decode(epoch)
-        assert isinstance(found, Epoch)
-        self.epoch, self._published = found, epoch
-        self._muster(found)
-        if record is not None:
-            self._remember(decode_record(record))
-        self.folder = RunFolder(self.setup.out, resumed_at=self.ledger.next_step)
-        self.folder.open()
-        self._event("leader", node=None, why="the node that led is gone: this one goes on from the store")
-        for member in self.epoch.alive:
-            known = await self.store.get(f"nodes/{member.node}")
-            if known is not None:
-                self.nodes[member.node] = decode_node(known)
-        lost = [m.node for m in self.epoch.alive if m.node not in self.nodes]
-        await (self._lose(lost) if lost else self._halt([]))  # everyone has to hear who leads now
-        return True
-
-    def _muster(self, epoch: Epoch) -> None:
-        """Who has to report what in an epoch: who runs something, or keeps a copy that counts."""
-        plan = Plan.from_text(epoch.plan)
-        level = {shadow.slot for shadow in epoch.shadows if not shadow.fresh}
-        members = {slot: member.node for slot, member in enumerate(epoch.members) if member is not None}
-        self._savers = {node for slot, node in members.items() if plan.stages_of(slot)}
-        self._crew = self._savers | {node for slot, node in members.items() if slot in level}
-        self._arrived.clear()
-        self.ledger.regroup(len(self._crew))
-
-    def _remember(self, record: Record) -> None:
-        ledger = self.ledger
-        self.began, self.first_step_at = record.began, record.first_step_at
-        ledger.next_step, ledger.steps, ledger.samples = record.next_step, record.steps, record.samples
-        ledger.lost, ledger.duplicated, ledger.skipped = record.lost, record.duplicated, record.skipped
-        ledger.last, ledger.evaluations = record.last, dict(record.evaluations)
-        self.checkpoints, self.gone = list(record.checkpoints), set(record.gone)
-        self.recoveries, self.at_risk_s = list(record.recoveries), record.at_risk_s
-        self._finish = record.finish if record.next_step < self.setup.steps else record.next_step
-
-    async def _write_record(self) -> None:
-        """So that whoever leads next knows it too."""
-        ledger = self.ledger
-        record = Record(
-            began=self.began,
-            first_step_at=self.first_step_at,
-            next_step=ledger.next_step,
-            steps=ledger.steps,
-            samples=ledger.samples,
-            lost=ledger.lost,
-            duplicated=ledger.duplicated,
-            skipped=ledger.skipped,
-            last=ledger.last,
-            evaluations=ledger.evaluations,
-            checkpoints=tuple(self.checkpoints),
-            gone=tuple(sorted(self.gone)),
-            recoveries=tuple(self.recoveries),
-            at_risk_s=self.at_risk_s,
-            finish=self._finish,
-        )
-        await self.store.put("record", encode(record))
+        return tenure.roll.crew <= tenure.finals.keys()
 
     def _leave(self) -> dict[str, Any]:
         """All is done: write down what it came to."""
-        assert self.epoch is not None
-        ledger, finals, setup = self.ledger, list(self.finals.values()), self.setup
-        started = self.began if self.first_step_at is None else self.first_step_at
-        ended = self.clock.now() if ledger.last is None else ledger.last.at
+        tenure, ledger, setup = self.tenure, self.tenure.ledger, self.tenure.setup
+        assert tenure.epoch is not None
+        finals = list(tenure.finals.values())
+        started = tenure.began if tenure.first_step_at is None else tenure.first_step_at
+        ended = tenure.clock.now() if ledger.last is None else ledger.last.at
         summary = {
-            **summarise(self.job, setup, ledger, finals),
-            **speed(ledger.samples, self.began, started, ended),
-            "checkpoints": self.checkpoints,
-            "preemptions": len(self.gone),
-            "recoveries": [msgspec.to_builtins(recovered) for recovered in self.recoveries],
-            "at_risk_s": self.at_risk_s,
+            **summarise(tenure.job, setup, ledger, finals),
+            **speed(ledger.samples, tenure.began, started, ended),
+            "checkpoints": tenure.saves.complete,
+            "preemptions": len(tenure.roll.gone),
+            "recoveries": [msgspec.to_builtins(recovered) for recovered in tenure.toll.recoveries],
+            "at_risk_s": tenure.toll.at_risk_s,
+            "samples_redone": ledger.redone,
         }
-        self._event("finished", steps=ledger.steps, samples=ledger.samples)
-        self.folder.write("summary.json", summary)
+        tenure.event("finished", steps=ledger.steps, samples=ledger.samples)
+        tenure.folder.write("summary.json", summary)
         labels = {
-            m.node: f"node {m.node}: {slot_label(slot, setup.stages)}"
-            for slot, m in enumerate(self.epoch.members)
-            if m is not None
+            member.node: f"node {member.node}: {slot_label(slot, setup.stages)}"
+            for slot, member in enumerate(tenure.epoch.members)
+            if member is not None
         }
-        self.folder.write("trace.json", perfetto({f.node: f.spans for f in finals}, labels))
+        tenure.folder.write("trace.json", perfetto({final.node: final.spans for final in finals}, labels))
         return summary
-
-    def _ended(self) -> bool:
-        done = self._finish is not None and self.ledger.next_step >= self._finish
-        if not done or self.epoch is None or self._halting is not None or self.saves:
-            return False
-        return self._crew <= self.finals.keys()
-
-    def _aside(self, work: Coroutine[Any, Any, None]) -> None:
-        self._tasks.append(asyncio.create_task(work))
 
     async def _watch(self, prefix: str) -> None:
         """Nodes come and go in the store; with the gate `outside` the launcher speaks there."""
         try:
-            async for change in self.store.watch(prefix):
+            async for change in self.tenure.store.watch(prefix):
                 self.inbox.put_nowait(change)
         except RunError as error:
             self.inbox.put_nowait(error)
 
-    async def _heed(self, message: letters.Message | Change | CulmError | _Doubt | _Stall) -> None:
+    async def _heed(self, message: letters.Message | Change | CulmError | Doubt | Stall | Lull) -> None:
         match message:
             case CulmError():
                 raise message
             case Change(key, value):
                 await self._news(key, value)
-            case _Doubt():
-                await self._resolve(message)
-            case _Stall():
-                await self._wake(message)
+            case Doubt():
+                if not self.tenure.setup.survives:
+                    raise _error(message.message)
+                self.turnover.resolve(message)
+            case Stall():
+                self.turnover.wake(message)
+            case Lull():
+                await self.turnover.waited(message)
             case letters.Failed(kind="NodeLost"):
-                self._suspect(message)
+                self.turnover.suspect(message)
             case letters.Failed():
                 raise _error(message)
             case _:
@@ -313,431 +181,87 @@ class Leader:
             case letters.Ready():
                 self._note_ready(message)
             case letters.Report():
-                await self._note_standing(message)
+                await self.turnover.report(message)
             case letters.Beat():
-                self._note_beat(message)
+                self.turnover.beat(message)
             case letters.Level():
-                await self._note_level(message)
+                self.turnover.level(message)
+            case letters.Inherited():
+                self.turnover.inherited(message)
             case letters.StepReport() | letters.EvaluationReport():
-                for done in self.ledger.note(message) if self._current(message) else ():
+                for done in self.tenure.ledger.note(message) if self._current(message) else ():
                     await self._committed(done)
             case letters.ShardReport():
                 await self._note_shard(message)
             case letters.Final():
-                if self._halting is None:
-                    self.finals[message.node] = message
+                if self.turnover.halting is None:
+                    self.tenure.finals[message.node] = message
 
     def _current(self, report: letters.StepReport | letters.EvaluationReport) -> bool:
         """What is said of an epoch that is being left is void: it will be said again in the next."""
-        number = self.epoch.number if self.epoch is not None else 0
-        if self._halting is not None or report.node not in self._crew:
+        if self.turnover.halting is not None or report.node not in self.tenure.roll.crew:
             return False
-        return isinstance(report, letters.EvaluationReport) or report.epoch == number
+        return isinstance(report, letters.EvaluationReport) or report.epoch == self.tenure.number
 
     async def _news(self, key: str, value: bytes | None) -> None:
         """A key of the store has changed."""
         name = key.rpartition("/")[2]
         if key == "gate/finish":
-            self._end_before(int(value or b"0"))
+            self.tenure.end_before(int(value or b"0"))
         elif key == "gate/permit":
-            self._permit(int(value or b"0"))
+            self.tenure.permit(int(value or b"0"))
         elif value is None:
-            await self._lose([int(name)])
+            await self.turnover.lose([int(name)])
         else:
-            await self._joined(decode_node(value))
-
-    async def _lose(self, nodes: list[int]) -> None:
-        """Nodes are gone for good. What they ran and held, others run and hold from now on."""
-        members = [member.node for member in self.epoch.alive] if self.epoch is not None else []
-        mourned = [
-            node for node in nodes if node in members and (self._halting is None or node not in self._halting.lost)
-        ]
-        for node in nodes:
-            self.nodes.pop(node, None)
-        if self.setup.strategy == "none" or self.epoch is None:
-            if nodes and (mourned or self.epoch is None):
-                raise self.lost(nodes[0])
-            return
-        for node in mourned:
-            self._event("lost", node=node, step=self.ledger.next_step)
-        self.gone |= set(mourned)
-        if mourned:
-            await self._write_record()
-            await self._halt(mourned)
-
-    async def _watch_progress(self) -> None:
-        """Nothing moves any more, and nobody is gone: something got lost on the way. Then all is sent again."""
-        seen: object = None
-        while True:
-            await self.clock.sleep(self.timeouts.progress + 5 * self._slowest_s)
-            number = self.epoch.number if self.epoch is not None else 0
-            counts = (self.ledger.next_step, len(self._ready), len(self.finals), len(self.saves))
-            mark = (number, self._halting, dict(self._beats), counts)
-            if mark == seen:
-                self.inbox.put_nowait(_Stall(number))
-            seen = mark
-
-    async def _wake(self, stall: _Stall) -> None:
-        if self.epoch is None or stall.epoch != self.epoch.number:
-            return
-        if self._halting is not None:
-            self._tell_halt(self._halting)
-        elif not self._waits_for_permission():
-            self._event(
-                "stalled", step=self.ledger.next_step, why="nothing moves and nobody is gone: all is sent again"
-            )
-            await self._halt([])
-
-    def _waits_for_permission(self) -> bool:
-        """Whether it is the user's turn: a hook or a launcher has to let the next step begin."""
-        ready = self.epoch is not None and self._crew <= self._ready
-        return ready and self._finish is None and self._permitted <= self.ledger.next_step
-
-    def _tell_halt(self, halting: _Halting) -> None:
-        assert self.epoch is not None
-        body = letters.encode(letters.Halt(halting.number, self.transport.address))
-        for member in self.epoch.alive:
-            if member.node in halting.expected and member.node not in halting.standings:
-                self.transport.post(member.address, body)
-
-    async def _halt(self, lost: list[int]) -> None:
-        """Let everyone who is left leave the epoch and report. A further loss meanwhile starts this over."""
-        assert self.epoch is not None
-        before = self._halting
-        number = 1 + (before.number if before is not None else self.epoch.number)
-        gone = {*lost, *(before.lost if before is not None else ())}
-        left = [member for member in self.epoch.alive if member.node not in gone]
-        began = before.began if before is not None else self.clock.now()
-        detect_s = max(before.detect_s if before is not None else 0.0, self._took_to_detect(lost))
-        self._halting = _Halting(number, gone, {member.node for member in left}, began, detect_s)
-        self._tell_halt(self._halting)
-        if not left:
-            raise self.lost(lost[0])
-
-    def _took_to_detect(self, lost: list[int]) -> float:
-        """Since the blow, where one was struck on purpose; else since the first sign that somebody was missed."""
-        now = self.clock.now()
-        blows = [at for at in map(self.clock.struck_at, lost) if at is not None]
-        since = min(blows, default=now if self._first_sign is None else self._first_sign)
-        return now - since
-
-    async def _note_standing(self, report: letters.Report) -> None:
-        halting = self._halting
-        if halting is None or report.epoch < halting.number:
-            return
-        if report.epoch > halting.number:  # somebody who led before was further: begin above that
-            halting.number = report.epoch
-            await self._halt([])
-            return
-        halting.standings[report.node] = report.standing
-        if halting.standings.keys() == halting.expected:
-            await self._regroup(halting)
-
-    async def _regroup(self, halting: _Halting) -> None:
-        """All have reported: decide how the open steps are completed, and who does what from now on."""
-        assert self.epoch is not None
-        old = self.epoch
-        slots = {member.node: slot for slot, member in enumerate(old.members) if member is not None}
-        standings = {slots[node]: standing for node, standing in halting.standings.items()}
-        committed = self.ledger.next_step
-        ready_made = self.plans.hits
-        number, address = halting.number, self.transport.address
-        come = seats(self.setup, old, standings, committed, self._waiting())
-        if self._nothing_learned(standings):
-            setup = self.setup
-            made = restart(setup, old, number, address, standings.keys(), setup.start, setup.resume_from, come)
-        elif homeless(self.setup, standings, committed):
-            step, saved = await self._newest(halting)
-            made = restart(self.setup, old, number, address, standings.keys(), step, saved, come)
-            self.ledger.rewind(step)
-            self.folder.rewind(step)
-        else:
-            made = regroup(
-                self.setup,
-                old,
-                number,
-                address,
-                standings,
-                committed,
-                plans=self.plans,
-                moving=self._moving(standings),
-                arrivals=come,
-            )
-        self._halting = None
-        self._recovering = _Recovering(halting, self.clock.now(), made)
-        self._first_sign = None
-        self.epoch = made.epoch
-        self._muster(made.epoch)
-        self.checkpoints = [step for step in self.checkpoints if step <= made.epoch.start]
-        self.finals.clear()
-        self.saves.clear()
-        self._ready.clear()
-        self._beats.clear()
-        self._note_risk()
-        self._event(
-            "epoch",
-            number=made.epoch.number,
-            members=[member.node for member in made.epoch.alive],
-            step=made.epoch.start,
-            open_steps=made.epoch.recovery.steps,
-            planned_ahead=self.plans.hits > ready_made,
-            why=made.why,
-        )
-        await self._put_epoch(made.epoch)
-        self._aside(self._plan_ahead(standings, committed, old))
-
-    async def _plan_ahead(self, standings: Mapping[int, Standing], committed: int, old: Epoch | None) -> None:
-        """Plans for whoever may be lost next, one at a time and aside: when it happens they are there."""
-        made = ahead(world_of(self.setup, standings, committed, old, self.plans))
-        while await self.clock.aside(next, made, None) is not None:
-            pass
-
-    def _nothing_learned(self, standings: Mapping[int, Standing]) -> bool:
-        """Whether no weight has moved since the run began: then anybody can build any layer, as it was."""
-        versions = [version for standing in standings.values() for version in standing.versions.values()]
-        return max(versions, default=self.setup.start) == self.setup.start
-
-    async def _newest(self, halting: _Halting) -> tuple[int, str]:
-        """The newest good checkpoint, of this run or the one that it went on from. Raises NodeLost if there is none."""
-        for folder in (self.folder.checkpoints, self.setup.resume_from):
-            if folder is not None:
-                with contextlib.suppress(CheckpointError):
-                    found = await self.clock.aside(Catalog(Storage(folder)).newest)
-                    return found.manifest.step, folder
-        raise self.lost(min(halting.lost))
-
-    async def _put_epoch(self, epoch: Epoch) -> None:
-        """Publish, unless somebody else has meanwhile: then this leader has been taken for dead, and is."""
-        body = letters.encode(epoch)
-        if not await self.store.swap("epoch", self._published, body):
-            raise RunError("another node leads this run: this one was taken for dead")
-        self._published = body
-
-    def _note_risk(self) -> None:
-        """Time at risk: while a layer has one holder alone, its loss would cost more than a pause."""
-        at_risk = self.epoch is not None and not protected(self.epoch)
-        now = self.clock.now()
-        if self._risk_since is not None:
-            self.at_risk_s += now - self._risk_since
-        self._risk_since = now if at_risk else None
-
-    async def _note_level(self, message: letters.Level) -> None:
-        """A new copy is complete: the layer has two holders again."""
-        if self.epoch is None or message.epoch != self.epoch.number:
-            return
-        shadows = tuple(
-            msgspec.structs.replace(shadow, fresh=False)
-            if shadow.stage == message.stage and self.epoch.slot_of(message.node) == shadow.slot
-            else shadow
-            for shadow in self.epoch.shadows
-        )
-        self.epoch = msgspec.structs.replace(self.epoch, shadows=shadows)
-        self._note_risk()
-        self._event("protected", node=message.node, stage=message.stage)
-        if message.node not in self._crew:  # it takes its place at the next commit, which waits for it already
-            self._crew.add(message.node)
-            self._arrived.add(message.node)
-            self.ledger.workers = len(self._crew)
-        elif self._halting is None and any(shadow.moves and not shadow.fresh for shadow in shadows):
-            await self._halt([])  # its copy is complete: it can move
-
-    def _waiting(self) -> list[Member]:
-        """The nodes that could come in and have no slot, in the order of their numbers."""
-        assert self.epoch is not None
-        idle = [record for record in self.nodes.values() if self.epoch.slot_of(record.node) is None]
-        return [Member(record.node, record.worker) for record in sorted(idle, key=lambda record: record.node)]
-
-    async def _grow(self) -> None:
-        """At a commit: whoever waits comes in, and whoever has caught up takes its place, all in one new epoch."""
-        assert self.epoch is not None
-        if self._finish is not None or self._halting is not None or self._recovering is not None:
-            return
-        room = None in self.epoch.members and bool(self._waiting())
-        if room or self._arrived:
-            await self._halt([])
-
-    def _moving(self, standings: Mapping[int, Standing]) -> list[int]:
-        """The slots whose workers have a complete copy of the stage that they are to move to."""
-        assert self.epoch is not None
-        ready = [shadow for shadow in self.epoch.shadows if shadow.moves and not shadow.fresh]
-        return [shadow.slot for shadow in ready if shadow.stage in standings.get(shadow.slot, Standing()).versions]
-
-    def _note_beat(self, beat: letters.Beat) -> None:
-        if self.epoch is not None and beat.epoch == self.epoch.number:
-            self._beats[beat.node] = beat.done
-            self._slowest_s = max(self._slowest_s, beat.slowest_s)
-
-    def _late(self, steps: int) -> float:
-        """How many seconds later than usual the last steps were committed."""
-        if not self._pace or self._before_loss is None:
-            return 0.0
-        return self.clock.now() - self._before_loss - steps * statistics.median(self._pace)
-
-    def _note_pace(self) -> None:
-        """How long a step takes, while nothing goes wrong."""
-        now = self.clock.now()
-        if self._halting is None and self._recovering is None:
-            if self._before_loss is not None:
-                self._pace.append(now - self._before_loss)
-            self._before_loss = now
-
-    def _note_recovered(self, step: int) -> None:
-        """The last of the steps that were open is committed: the loss is made good."""
-        recovering = self._recovering
-        if recovering is None or step < recovering.made.epoch.start - 1:
-            return
-        self._recovering = None
-        halting, epoch = recovering.halting, recovering.made.epoch
-        if not halting.lost:
-            return
-        decide = recovering.decided_at - halting.began
-        move = (recovering.ready_at or self.clock.now()) - recovering.decided_at
-        recovered = Recovered(
-            step=max(epoch.committed, epoch.start - 1),
-            lost=tuple(sorted(halting.lost)),
-            detect_ms=1e3 * halting.detect_s,
-            decide_ms=1e3 * decide,
-            move_ms=1e3 * move,
-            redo_ms=1e3 * max(0.0, self._late(len(epoch.recovery.steps)) - halting.detect_s - decide - move),
-            redone_actions=epoch.recovery.redone,
-            source=recovering.made.source,
-        )
-        self.recoveries.append(recovered)
-        self._event("recovered", **msgspec.to_builtins(recovered))
-
-    async def _joined(self, record: NodeRecord) -> None:
-        """An agent is up, and then its worker; when all are, the epoch begins."""
-        if not record.worker:
-            return
-        if self.epoch is not None and self._differs(record):
-            return
-        self.nodes[record.node] = record
-        self._event("node_joined", node=record.node)
-        if len(self.nodes) == self.setup.nodes and self.epoch is None:
-            await self._publish()
-
-    def _differs(self, record: NodeRecord) -> bool:
-        """Whether a node computes otherwise than those that train: then it is left out, and they are not disturbed."""
-        assert self.epoch is not None
-        others = {other.fingerprint for other in self.nodes.values()}
-        if not self.job.exact or self.epoch.slot_of(record.node) is not None or others <= {record.fingerprint}:
-            return False
-        why = f"it is {record.fingerprint}, the others {'; '.join(sorted(others))}: exact results need one kind"
-        self._event("refused", node=record.node, why=why)
-        return True
-
-    def lost(self, node: int) -> NodeLost:
-        """What there is to say when a node is gone."""
-        saved = self.setup.out if self.checkpoints else (self.setup.resume_from or "").removesuffix("/checkpoints")
-        return NodeLost(
-            f"node {node} vanished in step {self.ledger.next_step} and nobody else holds its layers (strategy "
-            f"{self.setup.strategy}): " + (f"resume it with --resume {saved}" if saved else "it had no checkpoint yet")
-        )
-
-    def _suspect(self, message: letters.Failed) -> None:
-        """A worker misses another one. Who is gone the store knows, in a moment. If nobody is, a connection broke:
-        what was lost with it is sent again in a new epoch or, where nothing is kept, the run ends."""
-        self._event("suspected", node=message.node, why=message.message)
-        self._first_sign = self._first_sign or self.clock.now()
-        number = self.epoch.number if self.epoch is not None else 0
-
-        async def believe() -> None:
-            await self.clock.sleep(self.timeouts.doubt)
-            self.inbox.put_nowait(_Doubt(number, message))
-
-        self._aside(believe())
-
-    async def _resolve(self, doubt: _Doubt) -> None:
-        if self.setup.strategy == "none":
-            raise _error(doubt.message)
-        if self.epoch is not None and self.epoch.number == doubt.epoch and self._halting is None:
-            await self._halt([])
-
-    def _permit(self, until: int) -> None:
-        """Let steps below a number begin; workers that are not there yet hear of it when all are ready."""
-        self._permitted = max(self._permitted, until)
-        self._tell(letters.Permit(self._permitted))
-
-    async def _publish(self) -> None:
-        """Make the epoch: the first D x P nodes by number fill the slots."""
-        setup = self.setup
-        chosen = sorted(self.nodes.values(), key=lambda r: r.node)[: setup.pipelines * setup.stages]
-        prints = {record.fingerprint for record in chosen}
-        if self.job.exact and len(prints) > 1:
-            raise RunError(
-                f"nodes differ in what exact results depend on ({'; '.join(sorted(prints))}): "
-                "use machines of one kind, or --set exact=false"
-            )
-        self.epoch = Epoch(
-            number=1,
-            leader=self.transport.address,
-            members=tuple(Member(r.node, r.worker) for r in chosen),
-            segments=setup.segments,
-            plan=setup.plan,
-            evaluation=setup.evaluation,
-            start=setup.start,
-            steps=setup.steps,
-            weighted=setup.weighted,
-            checkpoint_every=setup.checkpoint_every,
-            storage=self.folder.checkpoints,
-            resume=setup.resume,
-            resume_from=setup.resume_from,
-            kept=setup.strategy != "none",
-            shadows=first_shadows(setup),
-            eager=setup.eager,
-            beat_s=self.timeouts.beat if setup.strategy != "none" else 0.0,
-            committed=setup.start,
-        )
-        self._muster(self.epoch)
-        self._event("epoch", number=1, members=[m.node for m in self.epoch.alive], segments=setup.segments)
-        await self._put_epoch(self.epoch)
-        if setup.strategy != "none":
-            stages = range(setup.pipelines * setup.stages)
-            full = {slot: Standing(versions={slot % setup.stages: setup.start}) for slot in stages}
-            self._aside(self._plan_ahead(full, setup.start, None))
+            await self.turnover.joined(decode_node(value))
 
     def _note_ready(self, message: letters.Ready) -> None:
-        if self.epoch is None or message.epoch != self.epoch.number or self._halting is not None:
+        tenure = self.tenure
+        if message.epoch != tenure.number or self.turnover.halting is not None:
             return
-        self._event("ready", node=message.node, seconds=message.seconds)
-        self._ready.add(message.node)
-        if not self._crew <= self._ready:
+        tenure.event("ready", node=message.node, seconds=message.seconds)
+        tenure.roll.ready.add(message.node)
+        if not tenure.roll.all_ready:
             return
-        self.first_step_at = self.first_step_at or self.clock.now()
-        if self._recovering is not None:
-            self._recovering.ready_at = self.clock.now()
-            if not self.epoch.recovery.steps:
-                self._note_recovered(self.epoch.start)
-        if self._finish is not None:
-            self._end_before(self._finish)
-        self._permit({"open": self.setup.steps, "hook": self.ledger.next_step + 1, "outside": 0}[self.setup.gate])
+        tenure.first_step_at = tenure.first_step_at or tenure.clock.now()
+        self.turnover.all_ready()
+        if tenure.finish is not None:
+            tenure.end_before(tenure.finish)
+        first = {"open": tenure.setup.steps, "hook": tenure.ledger.next_step + 1, "outside": 0}
+        tenure.permit(first[tenure.setup.gate])
 
     async def _committed(self, done: CommittedStep) -> None:
         """A step is complete everywhere: write it down, ask the hook, let the next begin."""
-        metrics = self._metrics(done)
-        self.folder.step(**metrics)
+        tenure, metrics = self.tenure, self._metrics(done)
+        tenure.folder.step(**metrics)
         if done.skipped:
-            self._event("skipped", step=done.step, why="the loss or a gradient is not finite")
+            tenure.event("skipped", step=done.step, why="the loss or a gradient is not finite")
         if done.evaluation is not None:
-            self._event("evaluation", step=done.step, loss=done.evaluation)
-        stopped = self.setup.gate == "hook" and self._hook(metrics) is STOP
-        ends = stopped or done.step + 1 >= self.setup.steps
+            tenure.event("evaluation", step=done.step, loss=done.evaluation)
+        stopped = tenure.setup.gate == "hook" and self._hook(metrics) is STOP
+        ends = stopped or done.step + 1 >= tenure.setup.steps
         if stopped:
-            self._event("stopped", step=done.step, why="on_step returned STOP")
-        self._finish = done.step + 1 if ends else self._finish
-        if self.epoch is not None and self.epoch.kept:
-            self._note_pace()
-            self._note_recovered(done.step)
-            await self._write_record()
-            await self.clock.work(self.node, done.step, "commit")
-            self._tell(letters.Commit(done.step))
-        await self.store.put("step", msgspec.msgpack.encode(metrics))
+            tenure.event("stopped", step=done.step, why="on_step returned STOP")
+        tenure.finish = done.step + 1 if ends else tenure.finish
+        if tenure.setup.survives:
+            await self._commit(done.step)
+        await tenure.store.put("step", msgspec.msgpack.encode(metrics))
         if ends:
-            self._end_before(done.step + 1)
-        elif self.setup.gate == "hook":
-            self._permit(done.step + 2)
-        if self.epoch is not None and self.epoch.kept:
-            await self._grow()
+            tenure.end_before(done.step + 1)
+        elif tenure.setup.gate == "hook":
+            tenure.permit(done.step + 2)
+        if tenure.setup.keeps:
+            self.turnover.grow()
+
+    async def _commit(self, step: int) -> None:
+        """Everyone may let go of what it kept for a step, once whoever leads next would know that it is complete."""
+        tenure = self.tenure
+        if self.turnover.calm:
+            tenure.toll.committed()
+        self.turnover.recovered(step)
+        await tenure.write_record()
+        await tenure.clock.work(tenure.node, step, "commit")
+        tenure.tell(letters.Commit(step))
 
     def _metrics(self, done: CommittedStep) -> dict[str, Any]:
         extra = {"norm": done.norm, "eval_loss": done.evaluation}
@@ -745,46 +269,28 @@ class Leader:
             "step": done.step,
             "loss": done.loss,
             "samples": done.samples,
-            "t": round(done.at - self.began, 6),
+            "t": round(done.at - self.tenure.began, 6),
             **{name: value for name, value in extra.items() if value is not None},
         }
 
     def _hook(self, metrics: dict[str, Any]) -> object:
-        assert self.job.on_step is not None
+        on_step = self.tenure.job.on_step
+        assert on_step is not None
         try:
-            return self.job.on_step(metrics)
+            return on_step(metrics)
         except Exception as error:
             raise errors.LayerFailed(f"Job.on_step raised {type(error).__name__}: {error}") from error
 
-    def _end_before(self, step: int) -> None:
-        self._finish = step
-        self._tell(letters.Finish(step))
-
     async def _note_shard(self, report: letters.ShardReport) -> None:
-        """When all parts of a checkpoint lie on storage, one atomic write makes it one."""
-        if self.epoch is None or report.epoch != self.epoch.number:
+        tenure = self.tenure
+        if report.epoch != tenure.number:
             return  # it was begun in an epoch that has ended: what is missing of it will never come
-        parts = self.saves.setdefault(report.step, {})
-        parts[report.node] = report
-        if not self._savers <= parts.keys():
-            return
-        catalog = Catalog(Storage(self.folder.checkpoints or ""))
-        receipts = [ShardReceipt(r.name, r.sha256, r.size, r.tensors) for r in parts.values()]
-        scalars = {name: value for r in parts.values() for name, value in r.scalars.items()}
-        await self.clock.aside(catalog.commit, report.step, receipts, scalars, self.setup.facts, time.time())
-        await self.clock.aside(catalog.prune, self.setup.keep_last, verify="sizes")
-        del self.saves[report.step]
-        self.checkpoints.append(report.step)
-        self._event("checkpoint", step=report.step, bytes=sum(r.size for r in parts.values()))
-        await self.clock.aside(self.folder.sync)
-
-    def _tell(self, message: letters.Message) -> None:
-        body = letters.encode(message)
-        for member in self.epoch.alive if self.epoch is not None else ():
-            self.transport.post(member.address, body)
-
-    def _event(self, kind: str, node: int | None = None, **fields: Any) -> None:
-        self.folder.event(t=round(self.clock.now() - self.began, 6), kind=kind, node=node, **fields)
+        size = await tenure.saves.note(report, tenure.roll.savers, tenure.folder.checkpoints or "")
+        if size is not None:
+            tenure.event("checkpoint", step=report.step, bytes=size)
+            await tenure.clock.aside(tenure.folder.sync)
+            if not tenure.setup.keeps:
+                self.turnover.grow()
 
 
 def _error(message: letters.Failed) -> CulmError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,8 +17,14 @@ from culm.plan.place import Floor, place, whole_step
 from culm.plan.recover import Recovery, Scene, recover
 from culm.runtime.epoch import Epoch, Member, Shadow
 from culm.schedule import UNIT, Costs, Kind, Plan
+from culm.schedule.timing import timing
 
 NOBODY: Mapping[int, Member] = {}
+_HOW = {
+    "peers": "peers run its micro-batches",
+    "shadow": "who kept a copy of its layers stands in",
+    "drop": "its pipeline rests and the samples of that are dropped until it is whole again, which changes training",
+}
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,32 @@ def first_shadows(setup: Setup) -> tuple[Shadow, ...]:
     """The copies that the strategy keeps from the first step on: every worker builds its own."""
     plan = Plan.from_text(setup.plan)
     return tuple(Shadow(r.stage, r.slot, r.source) for r in first_layout(plan, setup.strategy))
+
+
+def first_epoch(
+    setup: Setup, leader: str, members: tuple[Member | None, ...], storage: str | None, beat_s: float
+) -> Epoch:
+    """What everyone trains under until something happens."""
+    return Epoch(
+        number=1,
+        leader=leader,
+        members=members,
+        segments=setup.segments,
+        plan=setup.plan,
+        evaluation=setup.evaluation,
+        start=setup.start,
+        steps=setup.steps,
+        weighted=setup.weighted,
+        checkpoint_every=setup.checkpoint_every,
+        storage=storage,
+        resume=setup.resume,
+        resume_from=setup.resume_from,
+        kept=setup.keeps,
+        shadows=first_shadows(setup),
+        eager=setup.eager,
+        beat_s=beat_s if setup.survives else 0.0,
+        committed=setup.start,
+    )
 
 
 def homeless(setup: Setup, standings: Mapping[int, Standing], committed: int) -> list[int]:
@@ -86,6 +119,8 @@ def restart(
         resume=None if saved is None else step,
         resume_from=saved,
         shadows=tuple(Shadow(r.stage, r.slot, r.source) for r in layout.replicas if not r.fresh),
+        dropped=layout.dropped,
+        leaving=(),
         recovery=Recovery(),
     )
     whence = "as it began" if saved is None else f"from the checkpoint after step {step}"
@@ -103,14 +138,20 @@ def regroup(
     plans: Plans | None = None,
     moving: Collection[int] = (),
     arrivals: Mapping[int, Member] = NOBODY,
+    leaving: Collection[int] = (),
+    patience: float = math.inf,
 ) -> Regrouped:
     """The epoch in which the survivors, by slot, complete the open steps and then go on. Every stage has a holder.
 
     Workers in `moving` have a copy of another stage by now: they complete what is open where they were, and then leave
     their own stage for that one. Who arrives gets a copy of a stage that misses a worker, to run it when level.
+    Who is leaving ends what it has begun, so far as its patience (in steps) allows, and hands over what it has; it
+    stays on only where others would lack a stage.
     """
     standings = {**standings, **{slot: Standing() for slot in arrivals}}
     world = world_of(setup, standings, committed, old, plans)
+    going = _dispensable(_left(world, moving), leaving)
+    world = _without(world, going, leaving)
     now = arrange_around(world)
     layout = arrange_around(_left(world, moving)) if moving else now
     full = world.plan
@@ -125,6 +166,9 @@ def regroup(
         joint=setup.joint,
         costs=world.costs,
         home=now.home,
+        leaving=going,
+        patience=patience * timing(full, world.costs).makespan if going else math.inf,
+        dropped=left_out(old, standings, committed, now.dropped),
     )
     kept = {slot: _pruned(slot, standing, (now, layout)) for slot, standing in standings.items()}
     recovery = recover(scene, kept)
@@ -142,9 +186,22 @@ def regroup(
         resume=None,
         resume_from=None,
         shadows=tuple(Shadow(r.stage, r.slot, r.source, r.fresh, r.moves) for r in layout.replicas),
+        dropped=layout.dropped,
+        leaving=tuple(going),
         recovery=recovery,
     )
-    return Regrouped(epoch, layout, _why(old, members, layout), layout.source)
+    return Regrouped(epoch, layout, _why(old, members, layout, going), layout.source)
+
+
+def left_out(
+    old: Epoch, standings: Mapping[int, Standing], committed: int, dropped: tuple[int, ...]
+) -> dict[int, tuple[int, ...]]:
+    """By open step: the micro-batches that are left out of it. A step of which nothing is added up yet drops what the
+    next epoch does. In any other some layer may have stepped with all that it was begun with, and so must the rest."""
+    summed = {step for standing in standings.values() for step, _ in standing.sums}
+    newest = max((v for standing in standings.values() for v in standing.versions.values()), default=committed)
+    open_steps = range(committed, newest + 1)
+    return {step: old.drops(step) if step in summed or step < newest else dropped for step in open_steps}
 
 
 def seats(
@@ -198,6 +255,21 @@ def _left(world: World, moving: Collection[int]) -> World:
     return replace(world, held=held)
 
 
+def _dispensable(world: World, leaving: Collection[int]) -> list[int]:
+    """Who of those that want to leave can go: whoever has the only copy of a stage has to stay a while."""
+    going: list[int] = []
+    for slot in sorted(leaving):
+        if not orphaned(_without(world, [*going, slot], leaving)):
+            going.append(slot)
+    return going
+
+
+def _without(world: World, going: Collection[int], leaving: Collection[int]) -> World:
+    """The world after some workers have gone; others that want to can not yet."""
+    held = {slot: stages for slot, stages in world.held.items() if slot not in going}
+    return replace(world, held=held, leaving=frozenset(leaving) - set(going))
+
+
 def _held(standings: Mapping[int, Standing], committed: int) -> dict[int, frozenset[int]]:
     """Who holds what. A copy that is behind what is committed can not catch up any more: its sums are gone. One that
     was made after a step that is still open could not run anything of it again."""
@@ -245,11 +317,11 @@ def _evaluation(setup: Setup, layout: Layout) -> str | None:
     return Plan("evaluation", *shape, rows, plan.failed, plan.held).to_text()
 
 
-def _why(old: Epoch, members: tuple[Member | None, ...], layout: Layout) -> str:
+def _why(old: Epoch, members: tuple[Member | None, ...], layout: Layout, going: Collection[int]) -> str:
     gone = [m.node for m, left in zip(old.members, members, strict=True) if m is not None and left is None]
     before = dict(Plan.from_text(old.plan).held)
     moved = [f"slot {slot} runs stage {stages[0]}" for slot, stages in layout.plan.held if before.get(slot) != stages]
-    come = _come(old, members, layout)
+    come = [*_go(members, going), *_come(old, members, layout)]
     if not gone and come:
         return "; ".join(come)
     if not gone and moved:
@@ -257,7 +329,7 @@ def _why(old: Epoch, members: tuple[Member | None, ...], layout: Layout) -> str:
     if not gone:
         return "nobody is lost: what was on its way is sent again"
     nodes = f"node {gone[0]} is" if len(gone) == 1 else f"nodes {', '.join(map(str, gone))} are"
-    how = {"peers": "peers run its micro-batches", "shadow": "who kept a copy of its layers stands in"}[layout.source]
+    how = _HOW[layout.source]
     fresh = [
         f"stage {r.stage} to slot {r.slot}"
         for r in layout.replicas
@@ -267,6 +339,11 @@ def _why(old: Epoch, members: tuple[Member | None, ...], layout: Layout) -> str:
     leaving = [f"slot {r.slot} to stage {r.stage}" for r in layout.replicas if r.moves]
     moves = f"; {', '.join(leaving)} will move, as a hole hurts less where it is" if leaving else ""
     return "; ".join([f"{nodes} gone: {how}{copies}{moves}", *come])
+
+
+def _go(members: tuple[Member | None, ...], going: Collection[int]) -> list[str]:
+    nodes = [member.node for slot, member in enumerate(members) if member is not None and slot in going]
+    return [f"node {node} has notice: it ends what it has begun, hands over what it has, and goes" for node in nodes]
 
 
 def _come(old: Epoch, members: tuple[Member | None, ...], layout: Layout) -> list[str]:

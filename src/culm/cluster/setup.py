@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -15,11 +16,15 @@ from culm.cluster.timeouts import derive
 from culm.errors import CulmError, RunError, UsageError
 from culm.schedule import SCHEDULES
 
-STRATEGIES = ("auto", "none", "shadow", "shadow-lazy", "reroute")
+STRATEGIES = ("auto", "none", "checkpoint", "drop", "shadow", "shadow-lazy", "reroute", "migrate")
 """What this version has. `auto` is the cheapest of the others that the shape allows."""
 
 Gate: TypeAlias = Literal["open", "hook", "outside"]
 """Who lets the next step begin: nobody, the leader after the job's on_step hook, or the launcher (the key `permit`)."""
+
+Restart: TypeAlias = Literal["warm", "cold"]
+"""How everyone begins again from a checkpoint: processes stay and read the state anew, or new ones are started."""
+RESTARTS: tuple[Restart, ...] = ("warm", "cold")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,16 +48,26 @@ class Request:
     """The layers at which segments 1, 2, ... begin; None: cut so that the slowest stage is as fast as possible."""
     gate: Gate | None = None
     suspect_after: float = 5.0
+    losses: float = 0.1
+    """The share of nodes that is expected to be lost an hour: what `auto` and the checkpoint interval go by."""
+    restart: Restart = "warm"
+    replace_within: float | None = None
+    """Seconds that a restart from a checkpoint waits for nodes in place of the lost; None: as long as a silent one."""
     kills: tuple[str, ...] = ()
     """Nodes to strike down on purpose, as in "node=3 step=5 at=2B1"."""
 
     def __post_init__(self) -> None:
         _known("schedule", self.schedule, SCHEDULES)
         _known("strategy", self.strategy, STRATEGIES)
+        _known("restart", self.restart, RESTARTS)
         for field in ("pipelines", "stages", "nodes", "keep_last", "memory"):
             _at_least(1, field, getattr(self, field))
         _at_least(0, "checkpoint_every", self.checkpoint_every)
         derive(self.suspect_after)
+        if not 0 <= self.losses < math.inf:
+            raise UsageError(f"--losses is {self.losses:g}: use the share of nodes lost an hour, as in 0.1")
+        if self.replace_within is not None and not 0 <= self.replace_within < math.inf:
+            raise UsageError(f"--replace-within is {self.replace_within:g}: use a number of seconds, 0 or more")
         for kill in self.kills:
             Kill.parse(kill)
         if self.checkpoint_every and self.out is None:
@@ -96,6 +111,9 @@ class Setup(msgspec.Struct, frozen=True):
     facts: dict[str, str | int | float | bool | list[list[str]] | None] = {}
     suspect_after: float = 5.0
     """Seconds after which a silent machine is taken for dead; every other timeout follows from it."""
+    restart: Restart = "warm"
+    replace_within: float = 5.0
+    """Seconds that a restart from a checkpoint waits for nodes in place of the lost."""
     eager: bool = False
     """Whether shadows run forwards ahead."""
     joint: bool = False
@@ -108,6 +126,22 @@ class Setup(msgspec.Struct, frozen=True):
     """What the request asks to strike down, each with its action."""
     why: str = ""
     """Why this shape: one sentence."""
+
+    @property
+    def survives(self) -> bool:
+        """Whether the run is to go on when a node is lost."""
+        return self.strategy != "none"
+
+    @property
+    def renews(self) -> bool:
+        """Whether workers may be ended and started anew."""
+        return self.restart == "cold" and self.strategy in ("checkpoint", "migrate")
+
+    @property
+    def keeps(self) -> bool:
+        """Whether workers keep what actions made until the step commits: nobody asks for it where every loss goes back
+        to a checkpoint."""
+        return self.strategy not in ("none", "checkpoint")
 
 
 class JobReference(msgspec.Struct, frozen=True):
@@ -127,6 +161,10 @@ class NodeRecord(msgspec.Struct, frozen=True):
     agent: str
     worker: str
     fingerprint: str
+    leaves_in: float | None = None
+    """Seconds of a spot notice: the machine goes."""
+    life: int = 0
+    """How often its worker was started anew."""
     zone: str = ""
 
 

@@ -163,10 +163,12 @@ async def local_run(
     prepared: Callable[[Setup], None] = lambda _: None,
     ports: tuple[int, int] | None = None,
     shared: Shared | None = None,
+    grace_s: float = 30.0,
 ) -> AsyncIterator[LocalRun]:
     """Load the job, start its nodes, and give the run to the caller; afterwards no node of this machine is left.
 
-    UsageError: the request, the job or the etcd of a shared run is wrong; nothing was started.
+    UsageError: the request, the job or the etcd of a shared run is wrong; nothing was started. `grace_s`: what a notice
+    to one of its nodes leaves.
     """
     number = next(_runs)
     nursery.order(Load(source, request, identify=shared is not None))
@@ -177,6 +179,7 @@ async def local_run(
         prepared(setup)
         store, place, secret = await opened
         order = Start(0, place, secret, ports=ports, neighbours=setup.nodes, run=number, kills=setup.kills)
+        order = msgspec.structs.replace(order, renews=setup.renews, grace_s=grace_s)
         if shared is None:
             run = LocalRun(setup, store, LocalProvider(nursery, order))
         else:

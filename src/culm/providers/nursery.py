@@ -74,6 +74,12 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     kills: tuple[str, ...] = ()
     """Blows that the nodes of the run strike themselves with."""
     zone: str = ""
+    renews: bool = False
+    """Whether its worker may be ended and started anew."""
+    notice: str = "none"
+    """Who tells of a spot notice, beside SIGTERM."""
+    grace_s: float = 30.0
+    """What SIGTERM leaves."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable
+from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -11,6 +13,7 @@ import msgspec
 import torch
 
 from culm.cluster.agent import Agent
+from culm.cluster.notice import Notice
 from culm.cluster.prepare import Request, prepare
 from culm.cluster.setup import Result, Setup, decode_result, encode
 from culm.cluster.store import MemoryStore
@@ -106,6 +109,20 @@ def enact(
         torch.set_num_threads(before)
 
 
+class _Notices:
+    """Where a simulated node hears that it is to go."""
+
+    def __init__(self) -> None:
+        self._given: asyncio.Future[Notice] = asyncio.get_running_loop().create_future()
+
+    def give(self, seconds: float) -> None:
+        if not self._given.done():
+            self._given.set_result(Notice(seconds, "simulated"))
+
+    async def wait(self) -> Notice:
+        return await asyncio.shield(self._given)
+
+
 class Cluster:
     """The nodes of one run, in this process and in virtual time."""
 
@@ -125,9 +142,18 @@ class Cluster:
         self.store.write("setup", encode(setup))
         self.workers: dict[int, Worker] = {}
         self._nodes: dict[int, asyncio.Task[None]] = {}
+        self._notices: dict[int, _Notices] = {}
         self.history = History()
         self.machines = Machines(network, self.store, self.history, lease_s)
-        self.fate = Fate(faults, self.machines, nodes=setup.nodes, add=self.add, latency=network.latency, seed=seed)
+        self.fate = Fate(
+            faults,
+            self.machines,
+            nodes=setup.nodes,
+            add=self.add,
+            warn=self.warn,
+            latency=network.latency,
+            seed=seed,
+        )
         clock.hurt, network.way = self.fate, self.fate.way
 
     async def run(self, script: Script | None = None) -> Simulated:
@@ -163,6 +189,7 @@ class Cluster:
     def add(self) -> int:
         """A node comes, with the next number, and joins the run if there is room for it."""
         number = len(self._nodes)
+        self._notices[number] = _Notices()
         self._nodes[number] = virtual_loop().on_node(number, self._node(number))
         return number
 
@@ -182,6 +209,17 @@ class Cluster:
         """Take a node away without notice: nothing is heard of it again, and every connection to it breaks."""
         self.machines.kill([node])
 
+    def warn(self, node: int, seconds: float) -> None:
+        """Give a node notice: it vanishes after so many seconds, unless it has gone before."""
+        self.history.note(node, f"has {seconds:g} s of notice")
+        self._notices[node].give(seconds)
+
+        def vanish() -> None:
+            if not self._nodes[node].done() and node not in self.machines.gone:
+                self.kill(node)
+
+        asyncio.get_running_loop().call_later(seconds, vanish, context=Context())
+
     def waits(self) -> str:
         """What everybody waits for, and where the code of each node is: a line each."""
         nodes = (n for n in self._nodes if n not in self.machines.gone)
@@ -197,8 +235,11 @@ class Cluster:
     async def _node(self, number: int) -> None:
         """A node: an agent, which starts a worker."""
 
+        lives = itertools.count()
+
         async def start_worker(agent: str) -> None:
-            endpoint = self.network.endpoint(f"worker-{number}")
+            life = next(lives)
+            endpoint = self.network.endpoint(f"worker.{life}-{number}" if life else f"worker-{number}")
             worker = self.workers[number] = Worker(self.job, number, agent, endpoint, self.clock)
             try:
                 await worker.run()
@@ -208,12 +249,13 @@ class Cluster:
         endpoint = self.network.endpoint(f"agent-{number}")
         client = self.machines.session(number)
         try:
-            await Agent(self.job, number, "simulated", endpoint, self.clock, client, start_worker).run()
+            seams = (endpoint, self.clock, client)
+            await Agent(self.job, number, "simulated", *seams, start_worker, self._notices[number]).run()
         except asyncio.CancelledError:
             if number not in self.machines.gone:
                 raise
         finally:
-            self.store.end(f"agent-{number}")
+            self.machines.end_session(number)
             await endpoint.close()
 
     def _snapshot(self) -> Snapshot:

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from contextvars import Context
 from typing import TYPE_CHECKING, NamedTuple
 
-from culm.cluster.blows import Blow, Fault, Join, Kill, Partition, Pause
+from culm.cluster.blows import Blow, Fault, Join, Kill, Partition, Pause, Warn
 from culm.errors import UsageError
-from culm.testing.faults import Faults, Late, LinkFault, Lose, Reorder, SlowDisk, SlowLink
+from culm.testing.faults import Faults, Late, LinkFault, Lose, Outage, Reorder, SlowDisk, SlowLink
 from culm.testing.machines import node_of
 from culm.transport.memory import Parcel, Passage
 
@@ -39,10 +39,12 @@ class Fate:
         *,
         nodes: int,
         add: Callable[[], object],
+        warn: Callable[[int, float], None],
         latency: float = 0.0,
         seed: int = 0,
     ) -> None:
-        self.faults, self.machines, self.add, self.latency = faults, machines, add, latency
+        self.faults, self.machines, self.latency = faults, machines, latency
+        self._add, self._warn = add, warn
         ever = nodes + sum(fault.count for fault in faults.all if isinstance(fault, Join))
         for fault in faults.all:
             _check_nodes(fault, ever)
@@ -85,7 +87,12 @@ class Fate:
                     self.machines.pause(node, blow.seconds)
             case Join():
                 for _ in range(blow.count):
-                    self.add()
+                    self._add()
+            case Warn():
+                for node in blow.nodes:
+                    self._warn(node, blow.seconds)
+            case Outage():
+                self.machines.lose_store(blow.seconds)
             case Partition():
                 self.machines.cut_off(frozenset(blow.nodes), blow.seconds)
 

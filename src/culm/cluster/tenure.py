@@ -1,0 +1,178 @@
+"""A leader's tenure: all that it knows of its run, and its ways to speak. Who leads next finds it in the store."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any
+
+from culm.cluster.record import Record, decode_record
+from culm.cluster.roll import Roll
+from culm.cluster.saves import Saves
+from culm.cluster.setup import decode_node, encode
+from culm.cluster.timeouts import derive
+from culm.cluster.toll import Toll
+from culm.errors import NodeLost, RunError
+from culm.observe.folder import RunFolder
+from culm.observe.ledger import Ledger
+from culm.plan.ahead import Plans
+from culm.runtime import epoch as letters
+from culm.runtime.epoch import Epoch
+
+if TYPE_CHECKING:
+    from culm.cluster.setup import Setup
+    from culm.cluster.store import Store
+    from culm.job import Job
+    from culm.runtime.clock import Clock
+    from culm.transport.base import Transport
+
+
+class Tenure:
+    """What the parts of a leader share: the run's facts so far, the epoch, and letters, events, record and tasks."""
+
+    def __init__(self, job: Job, setup: Setup, node: int, transport: Transport, clock: Clock, store: Store) -> None:
+        self.job, self.setup, self.node = job, setup, node
+        self.transport, self.clock, self.store = transport, clock, store
+        self.timeouts = derive(setup.suspect_after)
+        self.folder = RunFolder(setup.out, resumed_at=None if setup.resume is None else setup.start)
+        self.ledger = Ledger(
+            workers=setup.pipelines * setup.stages,
+            micro_batch=job.micro_batch,
+            evaluate_every=job.evaluate_every,
+            evaluation_parts=setup.evaluation_parts,
+            next_step=setup.start,
+        )
+        self.roll, self.toll, self.saves, self.plans = Roll(), Toll(clock), Saves(setup, clock), Plans()
+        self.epoch: Epoch | None = None
+        self.finals: dict[int, letters.Final] = {}
+        """The last letters of the epoch's workers, by node."""
+        self.finish: int | None = None
+        """The step before which the run ends, once that is decided."""
+        self.permitted = 0
+        self.began = clock.now()
+        self.first_step_at: float | None = None
+        self._published: bytes | None = None
+        """The epoch as it stands in the store."""
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def number(self) -> int:
+        """Of the epoch; 0 before the first."""
+        return 0 if self.epoch is None else self.epoch.number
+
+    def adopt(self, epoch: Epoch) -> None:
+        """From now on this epoch holds: nothing that was reported in the one before counts in it."""
+        self.epoch = epoch
+        self.roll.muster(epoch)
+        self.ledger.regroup(len(self.roll.crew))
+        self.saves.begin(epoch.start)
+        self.finals.clear()
+        self.toll.begin()
+
+    async def publish(self) -> None:
+        """Put the epoch into the store, unless somebody else has meanwhile: then this leader was taken for dead, and
+        is."""
+        assert self.epoch is not None
+        body = letters.encode(self.epoch)
+        if not await self.store.swap("epoch", self._published, body):
+            raise RunError("another node leads this run: this one was taken for dead")
+        self._published = body
+
+    async def inherit(self) -> bool:
+        """Whether somebody led before: then go on from what the store knows."""
+        epoch, record = await self.store.get("epoch"), await self.store.get("record")
+        if epoch is None:
+            if record is not None:
+                self._remember(decode_record(record))
+            return False
+        found = letters.decode(epoch)
+        assert isinstance(found, Epoch)
+        self._published = epoch
+        self.adopt(found)
+        if record is not None:
+            self._remember(decode_record(record))
+        self.folder = RunFolder(self.setup.out, resumed_at=self.ledger.next_step)
+        for member in found.alive:
+            known = await self.store.get(f"nodes/{member.node}")
+            if known is not None:
+                self.roll.nodes[member.node] = decode_node(known)
+        notices = {node: there.leaves_in for node, there in self.roll.nodes.items()}
+        now = self.clock.now()
+        self.roll.leaving = {node: now + seconds for node, seconds in notices.items() if seconds is not None}
+        return True
+
+    def _remember(self, record: Record) -> None:
+        ledger = self.ledger
+        self.began, self.first_step_at = record.began, record.first_step_at
+        ledger.next_step, ledger.steps, ledger.samples = record.next_step, record.steps, record.samples
+        ledger.lost, ledger.duplicated, ledger.skipped = record.lost, record.duplicated, record.skipped
+        ledger.redone, ledger.runs = record.redone, list(record.runs)
+        ledger.last, ledger.evaluations = record.last, dict(record.evaluations)
+        self.saves.complete, self.roll.gone = list(record.checkpoints), set(record.gone)
+        self.toll.recoveries, self.toll.at_risk_s = list(record.recoveries), record.at_risk_s
+        self.finish = record.finish if record.next_step < self.setup.steps else record.next_step
+
+    async def write_record(self) -> None:
+        """So that whoever leads next knows it too."""
+        ledger = self.ledger
+        record = Record(
+            began=self.began,
+            first_step_at=self.first_step_at,
+            next_step=ledger.next_step,
+            steps=ledger.steps,
+            samples=ledger.samples,
+            lost=ledger.lost,
+            duplicated=ledger.duplicated,
+            skipped=ledger.skipped,
+            redone=ledger.redone,
+            runs=tuple(ledger.runs),
+            last=ledger.last,
+            evaluations=ledger.evaluations,
+            checkpoints=tuple(self.saves.complete),
+            gone=tuple(sorted(self.roll.gone)),
+            recoveries=tuple(self.toll.recoveries),
+            at_risk_s=self.toll.at_risk_s,
+            finish=self.finish,
+        )
+        await self.store.put("record", encode(record))
+
+    def tell(self, message: letters.Message) -> None:
+        """A letter to every worker of the epoch."""
+        body = letters.encode(message)
+        for member in self.epoch.alive if self.epoch is not None else ():
+            self.transport.post(member.address, body)
+
+    def end_before(self, step: int) -> None:
+        self.finish = step
+        self.tell(letters.Finish(step))
+
+    def permit(self, until: int) -> None:
+        """Let steps below a number begin; workers that are not there yet hear of it when all are ready."""
+        self.permitted = max(self.permitted, until)
+        self.tell(letters.Permit(self.permitted))
+
+    def event(self, kind: str, node: int | None = None, **fields: Any) -> None:
+        self.folder.event(t=round(self.clock.now() - self.began, 6), kind=kind, node=node, **fields)
+
+    def aside(self, work: Coroutine[Any, Any, None]) -> None:
+        self._tasks.append(asyncio.create_task(work))
+
+    async def close(self) -> None:
+        """End what runs aside."""
+        self.folder.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def lost(self, node: int) -> NodeLost:
+        """What there is to say when a node is gone."""
+        saved = self.setup.out if self.saves.complete else (self.setup.resume_from or "").removesuffix("/checkpoints")
+        return NodeLost(
+            f"node {node} vanished in step {self.ledger.next_step} and nobody else holds its layers (strategy "
+            f"{self.setup.strategy}): " + (f"resume it with --resume {saved}" if saved else "it had no checkpoint yet")
+        )
+
+    def all_left(self) -> NodeLost:
+        """What there is to say when every node had notice, and the run could not be completed."""
+        saved = f"resume it with --resume {self.setup.out}" if self.setup.out else "nothing of it was saved (no --out)"
+        return NodeLost(f"every node has notice: the run ended before step {self.ledger.next_step}; {saved}")

@@ -1,0 +1,116 @@
+"""Spot notices: a node that is told to go hands over what it has. Nothing is redone, and nothing is lost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from culm import Job
+from culm.errors import NodeLost
+from culm.testing import Faults, Simulated, simulate, survives
+from culm.testing.chaos import job_of
+
+STEPS = 8
+AMPLE_S, BRIEF_S = 60.0, 0.4
+"""Seconds of notice: for many steps, and for the two that may be open."""
+SHAPE: dict[str, Any] = {"pipelines": 2, "stages": 2, "strategy": "reroute"}
+
+
+def job(features: tuple[str, ...] = ()) -> Job:
+    return replace(job_of(features, True, 4), steps=STEPS)
+
+
+def drained(faults: Faults, *, features: tuple[str, ...] = (), **request: Any) -> Simulated:
+    """A run that learned what the undisturbed one does, though these faults struck."""
+    (found,) = survives(job(features), faults=faults, **{**SHAPE, **request})
+    return found.run
+
+
+def left(run: Simulated) -> list[tuple[list[int], int, str]]:
+    """Of each recovery: who is gone, what was redone, and where the layers were found."""
+    return [(r["lost"], r["redone_actions"], r["source"]) for r in run.summary["recoveries"]]
+
+
+@pytest.mark.parametrize("strategy", ["reroute", "shadow"])
+@pytest.mark.parametrize("node", range(4))
+def test_a_node_with_notice_goes_and_nothing_is_redone(node: int, strategy: str) -> None:
+    run = drained(Faults().warn(node, seconds=AMPLE_S, step=3, nth=4), strategy=strategy)
+    assert left(run) == [([node], 0, "notice")]
+    assert run.summary["preemptions"] == 1
+
+
+@pytest.mark.parametrize("nth", range(1, 7))
+def test_a_notice_as_long_as_the_open_steps_is_enough_whatever_the_node_was_at(nth: int) -> None:
+    run = drained(Faults().warn(3, seconds=BRIEF_S, step=3, nth=nth))
+    assert left(run) == [([3], 0, "notice")]
+
+
+def test_a_node_that_vanishes_before_it_may_go_is_a_loss_like_any_other() -> None:
+    run = drained(Faults().warn(3, seconds=0.001, step=3, nth=2))
+    assert [lost for lost, _, _ in left(run)] == [[3]]
+
+
+@pytest.mark.parametrize("features", [("clip", "tied"), ("batch norm", "weighted loss"), ("dropout", "evaluation")])
+def test_all_that_a_layer_learns_with_is_handed_over(features: tuple[str, ...]) -> None:
+    assert left(drained(Faults().warn(1, seconds=AMPLE_S, step=2, nth=3), features=features)) == [([1], 0, "notice")]
+
+
+def test_notices_may_overlap() -> None:
+    faults = Faults().warn(1, seconds=AMPLE_S, step=3, nth=2).warn(2, seconds=AMPLE_S, step=3, nth=3)
+    run = drained(faults, pipelines=3)
+    assert sorted(node for lost, _, _ in left(run) for node in lost) == [1, 2]
+    assert sum(redone for _, redone, _ in left(run)) == 0
+
+
+def test_the_last_holder_of_a_stage_stays_until_somebody_else_has_a_copy() -> None:
+    faults = Faults().warn((1, 3), seconds=AMPLE_S, step=2, nth=2)
+    run = drained(faults)
+    assert sorted(node for lost, _, _ in left(run) for node in lost) == [1, 3]
+    assert sum(redone for _, redone, _ in left(run)) == 0
+
+
+def test_a_notice_during_a_recovery_waits_for_nothing_and_loses_nothing() -> None:
+    faults = Faults().kill(1, step=2, nth=3).warn(4, seconds=AMPLE_S, at="standing")
+    run = drained(faults, pipelines=3)
+    assert sorted(node for lost, _, _ in left(run) for node in lost) == [1, 4]
+
+
+def test_a_loss_during_a_drain_is_recovered_from() -> None:
+    faults = Faults().warn(1, seconds=AMPLE_S, step=3, nth=2).kill(4, at="adopt", nth=2)
+    run = drained(faults, pipelines=3)
+    assert run.summary["preemptions"] == 2
+
+
+def test_a_newcomer_takes_the_place_of_who_had_notice() -> None:
+    run = drained(Faults().join(0, step=0).warn(1, seconds=AMPLE_S, step=2, nth=2))
+    assert ": members 0 4 2 3" in str(run.history)
+
+
+def test_a_node_that_waits_for_a_slot_may_go_at_once() -> None:
+    run = drained(Faults().join(0, step=0).warn(4, seconds=AMPLE_S, after_s=0.3))
+    assert run.summary["recoveries"] == []
+
+
+def test_a_notice_in_the_last_step_changes_nothing_of_it() -> None:
+    run = drained(Faults().warn(1, seconds=AMPLE_S, at="1S+", step=STEPS - 1))
+    assert [redone for _, redone, _ in left(run)] in ([], [0])
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_run_begins_without_who_has_notice_before_the_first_step_and_the_next_one_comes_in(node: int) -> None:
+    faults = Faults().warn(node, seconds=AMPLE_S, after_s=0.0).join(2, after_s=0.1)
+    others = " ".join(str(other) for other in range(4) if other != node)
+    history = str(drained(faults).history)
+    assert f"epoch 1: members {others} -" in history
+    assert f": members {others} 4" in history
+
+
+def test_if_every_node_has_notice_the_run_ends_with_a_checkpoint_and_can_be_resumed(tmp_path: Path) -> None:
+    faults = Faults().warn((0, 1, 2, 3), seconds=AMPLE_S, step=3, nth=2)
+    with pytest.raises(NodeLost, match=r"every node has notice: the run ended before step \d; resume it with --resume"):
+        simulate(job(), faults=faults, out=str(tmp_path), cost=lambda *_: 0.01, latency=0.001, **SHAPE)
+    resumed = simulate(job(), resume=str(tmp_path), **SHAPE)
+    assert resumed.state_sha256 == simulate(job(), **SHAPE).state_sha256
