@@ -49,7 +49,7 @@ class Attendance:
             status = (await self._provider.gone()).status
             if status == 0 or self._leaving:
                 return
-            if status != REJOIN:
+            if status != REJOIN and status > 0:  # below zero: a signal ended it, and the machine is still there
                 raise RunError(f"node {self._node} ended with status {status}: what it printed says why")
             self._say(f"the run went on without node {self._node}: this machine comes back as a new node")
         raise RunError(f"this machine was lost {_RETURNS} times: look at what its worker printed")
