@@ -11,6 +11,7 @@ from culm.cluster.leader import Leader
 from culm.cluster.notice import NoNotice
 from culm.cluster.setup import NodeRecord, Result, Setup, decode_setup, encode
 from culm.cluster.store import RemoteStore, Store
+from culm.cluster.vigil import Vigil
 from culm.errors import NodeLost, RunError
 from culm.runtime import epoch as letters
 
@@ -58,6 +59,8 @@ class Agent:
         self._renewal = asyncio.Event()
         self._worker_address: asyncio.Future[Address] = asyncio.get_running_loop().create_future()
         self._leader: Leader | None = None
+        self._vigil: Vigil | None = None
+        """Kept while this node leads."""
 
     async def run(self) -> bool:
         """Until the run has a result or, after a notice, needs nothing from here (True), or until the worker died or
@@ -111,7 +114,7 @@ class Agent:
         leading = asyncio.create_task(self._campaign(setup))
         serving = asyncio.create_task(self._serve_worker())
         ending = asyncio.create_task(self._await_result())
-        knowing = [asyncio.create_task(self._know_leader(self._prober))] if self._prober is not None else []
+        knowing = [asyncio.create_task(self._know_leader(self._prober, setup))] if self._prober is not None else []
         try:
             await asyncio.wait([leading, ending, *knowing], return_when=asyncio.FIRST_COMPLETED)
             for task in (task for task in knowing if task.done()):
@@ -156,7 +159,7 @@ class Agent:
         self._leader = Leader(self.job, setup, self.node, *seams, heir=heir, relieved=self._relieved)
         await self._leader.run()
 
-    async def _know_leader(self, prober: Prober) -> None:
+    async def _know_leader(self, prober: Prober, setup: Setup) -> None:
         """Be connected to the agent that leads, from both sides: when either ends, the other one hears of it."""
         async for _, value in self.store.watch("leader"):
             if value == str(self.node).encode():
@@ -166,9 +169,21 @@ class Agent:
             if record is not None:
                 here = letters.encode(letters.Beat(self.node, 0, 0, 0.0))
                 self.transport.post(prober.know(key, record), here)
-        async for key, record in self.store.watch("nodes/"):
-            if record is not None:
-                prober.know(key, record)
+        self._vigil = Vigil(setup.suspect_after, max((part for costs in setup.costs for part in costs), default=0.0))
+        keeping = asyncio.create_task(self._keep_vigil(self._vigil, prober))
+        try:
+            async for key, record in self.store.watch("nodes/"):
+                if record is not None:
+                    prober.know(key, record)
+        finally:
+            await _ended(keeping)
+
+    async def _keep_vigil(self, vigil: Vigil, prober: Prober) -> None:
+        """Whose worker hangs goes, and may come back as a new node."""
+        while True:
+            await self.clock.sleep(vigil.times.beat)
+            for node in vigil.silent(self.clock.now()):
+                await prober.evict(f"nodes/{node}")
 
     async def _elected(self) -> bool:
         return await self.store.swap("leader", None, str(self.node).encode(), session=True)
@@ -209,6 +224,8 @@ class Agent:
             if message.life == self._life:
                 self._renewal.set()
         elif self._leader is not None:
+            if self._vigil is not None:
+                self._vigil.heard(message, self.clock.now())
             self._leader.inbox.put_nowait(message)
 
 

@@ -57,8 +57,12 @@ class Prober:
         for pause in _PAUSES_S:
             await self._clock.sleep(pause)
             if await self._refuses(agent):
-                await self._store.evict(key)
+                await self.evict(key)
                 return
+
+    async def evict(self, key: str) -> None:
+        """The node of a key is gone, or as good as gone: everybody is to go on without it."""
+        await self._store.evict(key)
 
     async def close(self) -> None:
         for task in self._asking.values():

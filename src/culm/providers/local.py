@@ -27,6 +27,7 @@ from culm.providers.etcd import PrivateEtcd
 from culm.providers.nursery import Exited, JobSource, Load, Loaded, Progress, Refused, Start, Stop, refused
 from culm.providers.run import LocalRun
 from culm.providers.stores import Place, in_etcd, in_launcher
+from culm.providers.strike import Board
 
 if TYPE_CHECKING:
     from culm.cluster.etcd import Access
@@ -51,10 +52,13 @@ class LocalNursery:
 
     def __init__(self, *, stdout: int | None = None, stderr: int | None = None) -> None:
         self._pipe, theirs = Pipe()
+        self.board = Board()
+        """What the nodes know of each other, and the launcher of them, without asking."""
+        passed = [theirs.fileno(), self.board.descriptor]
         self._process = subprocess.Popen(
             # Unbuffered, since a node may end without notice and what it printed should not be lost with it.
-            [sys.executable, "-u", "-m", "culm.providers.nursery", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
+            [sys.executable, "-u", "-m", "culm.providers.nursery", *map(str, passed)],
+            pass_fds=passed,
             start_new_session=True,
             stdin=subprocess.DEVNULL,
             stdout=stdout,
@@ -105,6 +109,7 @@ class LocalNursery:
         self._pipe.close()
         self.kill()
         self._process.wait()
+        self.board.close()
         if self._etcd is not None:
             self._etcd.close()
 
@@ -171,9 +176,9 @@ async def local_run(
     to one of its nodes leaves.
     """
     number = next(_runs)
-    nursery.order(Load(source, request, identify=shared is not None))
     kept = _private(nursery, f"run-{number}", request, told) if shared is None else _shared(shared, request, told)
     async with kept as opened:
+        nursery.order(Load(source, request, identify=shared is not None))
         loaded = await _loaded(nursery, told)
         setup = loaded.setup
         prepared(setup)

@@ -31,11 +31,11 @@ _LARGEST_KEPT = 32 << 20
 """Bytes: the most that glibc takes for the second of them."""
 
 
-def run_node(job: Job, order: Start, board: Board | None = None) -> None:
-    """The agent's process, from its first moment to its last. The board belongs to the kills of the order."""
+def run_node(job: Job, order: Start, board: Board) -> None:
+    """The agent's process, from its first moment to its last."""
     # A notice may come before anybody waits for it. The worker goes on until its agent ends it.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    clock = RealClock(None if board is None else Striker(order.kills, board))
+    clock = RealClock(Striker(order.kills, board))
 
     def born(address: str) -> None:
         _run_worker(job, order, address, clock)

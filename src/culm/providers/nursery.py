@@ -134,13 +134,11 @@ orders = _encode
 class Nursery:
     """The nursery's own side of the pipe."""
 
-    def __init__(self, pipe: Connection) -> None:
-        self._pipe = pipe
+    def __init__(self, pipe: Connection, board: Board) -> None:
+        self._pipe, self._board = pipe, board
         self._job: Job | None = None
         self._nodes: dict[int, Start] = {}
         """By process id of the agent."""
-        self._boards: dict[int, Board] = {}
-        """By run: what nodes that are to be struck know of each other."""
         self._deadlines: dict[int, float] = {}
         """By process id of the agent: when a notice has run out."""
 
@@ -207,13 +205,11 @@ class Nursery:
             from culm.providers.node import run_node
 
             self._pipe.close()
-            run_node(job, order, board)
+            run_node(job, order, self._board)
 
-        board = self._boards.setdefault(order.run, Board()) if order.kills else None
         agent = fork(child)
         self._nodes[agent] = order
-        if board is not None:
-            board.enter(order.node, agent)
+        self._board.enter(order.node, agent)
 
     def _stop(self, order: Stop) -> None:
         """A node that has ended and was not reaped yet keeps its process id: nobody else is ever struck."""
@@ -326,7 +322,7 @@ def refused(report: Refused) -> CulmError:
     return error
 
 
-def main(descriptor: int) -> None:
+def main(descriptor: int, board: int) -> None:
     """The nursery process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's business
     for stream in (sys.stdout, sys.stderr):  # a line of a node is one write: lines of others do not come between
@@ -338,7 +334,7 @@ def main(descriptor: int) -> None:
     torch.set_num_threads(1)
     _preload()
     try:
-        Nursery(Connection(descriptor)).serve()
+        Nursery(Connection(descriptor), Board(board)).serve()
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.killpg(0, signal.SIGKILL)
@@ -357,4 +353,4 @@ def _preload() -> Any:
 
 if __name__ == "__main__":
     # Run as a module this file is __main__; the messages must be those of the importable module.
-    importlib.import_module("culm.providers.nursery").main(int(sys.argv[1]))
+    importlib.import_module("culm.providers.nursery").main(*map(int, sys.argv[1:]))

@@ -48,7 +48,8 @@ class LocalRun:
         self.full_steps_s: list[float] = []
         """Seconds of each step that began and ended while every slot was filled."""
         self.samples_per_step = 0
-        self._full = False
+        self._full = asyncio.Event()
+        self.epoch: letters.Epoch | None = None
         self._last_t: float | None = None
         """When the last step ended, if the epoch is still the same."""
         self._begun = asyncio.Event()
@@ -86,7 +87,7 @@ class LocalRun:
         elif kind == "step":
             self._hear_of_step(msgspec.msgpack.decode(value))
         elif kind == "epoch":
-            self._full, self._last_t = _filled(value), None
+            self._hear_of_epoch(letters.decode(value))
         elif kind == "record":
             self._hear_of_recoveries(decode_recoveries(value).recoveries)
         elif kind == "result":
@@ -105,9 +106,14 @@ class LocalRun:
             if node >= self.setup.nodes:
                 self._news.put_nowait(Came(node))
 
+    def _hear_of_epoch(self, epoch: letters.Message) -> None:
+        assert isinstance(epoch, letters.Epoch)
+        self.epoch, self._last_t = epoch, None
+        (self._full.set if _filled(epoch) else self._full.clear)()
+
     def _hear_of_step(self, metrics: dict[str, Any]) -> None:
         self._begun.set()
-        if self._full and self._last_t is not None:
+        if self._full.is_set() and self._last_t is not None:
             self.full_steps_s.append(metrics["t"] - self._last_t)
         self.samples_per_step, self._last_t = metrics["samples"], metrics["t"]
         self._steps.put_nowait(metrics)
@@ -134,6 +140,10 @@ class LocalRun:
     async def begun(self) -> None:
         """Wait for the first step to be committed."""
         await self._begun.wait()
+
+    async def filled(self) -> None:
+        """Wait until every slot has a worker that runs its stage."""
+        await self._full.wait()
 
     async def news(self) -> News:
         """The next node that came or is lost, or the next loss that the run has recovered from."""
@@ -182,9 +192,7 @@ class LocalRun:
         return await asyncio.shield(self._result)
 
 
-def _filled(epoch: bytes) -> bool:
+def _filled(epoch: letters.Epoch) -> bool:
     """Whether every slot has a worker that runs its stage."""
-    found = letters.decode(epoch)
-    assert isinstance(found, letters.Epoch)
-    plan = Plan.from_text(found.plan)
-    return None not in found.members and all(plan.stages_of(slot) for slot in range(len(found.members)))
+    plan = Plan.from_text(epoch.plan)
+    return None not in epoch.members and all(plan.stages_of(slot) for slot in range(len(epoch.members)))

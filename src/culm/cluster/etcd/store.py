@@ -12,7 +12,7 @@ from culm.cluster.etcd.access import Access, check_job_name
 from culm.cluster.etcd.gateway import Gateway
 from culm.cluster.etcd.mirror import Mirror
 from culm.cluster.etcd.refusals import Unreachable
-from culm.cluster.etcd.session import Session, evict
+from culm.cluster.etcd.session import Session
 from culm.cluster.etcd.wire import KeyValue, RangeAnswer, prefix_end
 from culm.cluster.store import Change
 from culm.cluster.timeouts import derive
@@ -128,7 +128,8 @@ class EtcdStore:
         if found is None or not found.lease:
             return False
         async with self._in_order:
-            await evict(self._gateway, self._session, self._home, found.lease, self._key(key))
+            await self._session.fence(found.lease, self._key(key))
+        await self._session.revoke(found.lease)  # calls that were made meanwhile need not wait for it
         return True
 
     async def put_blob(self, data: bytes) -> str:
