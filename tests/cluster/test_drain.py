@@ -124,6 +124,13 @@ def test_a_newcomer_that_is_not_level_yet_may_go_again_and_the_next_one_comes() 
     assert ": members 0 5 2 3" in str(run.history)
 
 
+@pytest.mark.parametrize("moment", [{"at": "adopt"}, {"step": 0, "nth": 3}])
+def test_a_notice_while_the_first_step_is_prepared_or_run_costs_nothing(moment: dict[str, Any]) -> None:
+    run = drained(Faults().warn(1, seconds=AMPLE_S, **moment))
+    assert left(run) == [([1], 0, "notice")]
+    assert run.summary["preemptions"] == 1
+
+
 def test_the_run_may_end_during_a_drain() -> None:
     run = drained(Faults().warn(2, seconds=AMPLE_S, step=STEPS - 1, nth=2))
     assert left(run) == [([2], 0, "notice")]

@@ -63,7 +63,7 @@ def test_a_notice_of_no_time_at_all_is_a_loss_like_any_other_at_every_action() -
 
 
 def test_what_there_is_no_time_to_end_is_begun_anew_and_all_that_was_summed_is_kept(pace_s: float) -> None:
-    at = {"step": 3, "nth": 12}
+    at: dict[str, Any] = {"step": 3, "nth": 12}
     (brief,), (killed,) = (
         survived(faults) for faults in (Faults().warn(0, seconds=0.08 * pace_s, **at), Faults().kill(0, **at))
     )
