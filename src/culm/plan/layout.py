@@ -237,8 +237,7 @@ def _plan(world: World, runners: Mapping[int, tuple[int, ...]], stand_ins: Mappi
     if stand_ins == moved and full.segments == full.stages:
         left = set(failed) - set(moved)
         return _renamed(world.plans.best(_case(world, left)).plan if left else full, world, moved)
-    split = any(action.kind is Kind.W for row in full.workers for action in row)
-    return _merged(world, runners, stand_ins, split)
+    return _merged(world, runners, stand_ins)
 
 
 def _case(world: World, failed: Collection[int]) -> Case:
@@ -288,8 +287,8 @@ def _moves(world: World, stand_ins: Mapping[int, int]) -> list[tuple[int, int]]:
     return [(move.source.pipeline * full.stages + move.source.stage, move.target.stage) for move in normal.moves]
 
 
-def _merged(world: World, runners: Mapping[int, tuple[int, ...]], stand_ins: Mapping[int, int], split: bool) -> Plan:
-    """A plan in which workers run several stages."""
+def _merged(world: World, runners: Mapping[int, tuple[int, ...]], stand_ins: Mapping[int, int]) -> Plan:
+    """A plan in which workers run several stages. Backward is split where it was, and where that makes it shorter."""
     full = world.plan
     floor = Floor(
         stages=full.stages,
@@ -299,8 +298,15 @@ def _merged(world: World, runners: Mapping[int, tuple[int, ...]], stand_ins: Map
         costs=world.costs,
         ahead=0,
     )
-    lots = whole_step(full.segments, full.micro_batches, split=split)
-    placed = place(lots, floor, _home(world, stand_ins))
+    halved = any(action.kind is Kind.W for row in full.workers for action in row)
+    home = _home(world, stand_ins)
+    placed = min(
+        (
+            place(whole_step(full.segments, full.micro_batches, split=split), floor, home)
+            for split in sorted({halved, True})
+        ),
+        key=lambda placed: placed.makespan,
+    )
     stages = [tuple(stage for stage, who in runners.items() if slot in who) for slot in range(len(full.workers))]
     lists = [[task.action for task in row] for row in placed.lists]
     try:
