@@ -57,7 +57,7 @@ def test_without_a_folder_it_says_that_there_is_nothing_to_fall_back_on() -> Non
 
 
 @pytest.mark.parametrize("shape", [{"pipelines": 2, "stages": 3}, {"pipelines": 1, "stages": 3}, {"pipelines": 4}])
-def test_what_auto_chose_survives_a_loss(tmp_path: Path, shape: dict[str, int]) -> None:
+def test_what_auto_chose_survives_a_loss(tmp_path: Path, shape: dict[str, Any]) -> None:
     faults = Faults().kill(1, step=3, nth=2)
     run = simulate(JOB, faults=faults, latency=0.001, cost=lambda *_: 0.01, out=str(tmp_path), **shape)
     assert run.state_sha256 == reference(JOB).state_sha256
