@@ -15,6 +15,7 @@ from culm.plan.layout import SHADOWING
 from culm.plan.partition import count, partition, spans
 from culm.plan.period import period
 from culm.plan.profile import Profile
+from culm.plan.relayout import activations, segment_costs
 from culm.runtime.blueprint import Blueprint, probe
 from culm.runtime.data import evaluation_batches
 from culm.runtime.fingerprint import fingerprint
@@ -71,8 +72,11 @@ def prepare(job: Job, request: Request, *, progress: Told = lambda *_: None) -> 
         suspect_after=request.suspect_after,
         eager=eager,
         joint=_joint(job),
-        costs=_segment_costs(profile, cuts),
-        activations=_activations(request.memory, profile, cuts, plan) if strategy != "none" else None,
+        costs=segment_costs(profile.layers, cuts),
+        activations=activations(request.memory, profile.layers, cuts, plan) if strategy != "none" else None,
+        layers=profile.layers,
+        memory=request.memory,
+        reconfigure=request.reconfigure,
         kills=_kills(job, request, plan, manifest.step if manifest is not None else 0),
         why=why,
     )
@@ -86,8 +90,8 @@ def _kills(job: Job, request: Request, plan: Plan, start: int) -> tuple[str, ...
 def choose_strategy(job: Job, asked: str, plan: Plan, profile: Profile, cuts: tuple[int, ...]) -> tuple[str, bool, str]:
     """(strategy, whether shadows run ahead, why). Raises UsageError for one that the shape does not allow."""
     D, P = plan.pipelines, plan.stages
-    if asked == "reroute" and D == 1:
-        raise UsageError("--strategy reroute needs peers, and there is 1 pipeline: use --pipelines 2, or shadow")
+    if asked in ("reroute", "templates") and D == 1:
+        raise UsageError(f"--strategy {asked} needs peers, and there is 1 pipeline: use --pipelines 2, or shadow")
     if asked in SHADOWING and P == 1:
         raise UsageError(f"--strategy {asked} needs a predecessor, and there is 1 stage: use --stages 2, or reroute")
     strategy, why = asked, f"strategy {asked}, as asked"
@@ -107,36 +111,12 @@ def choose_strategy(job: Job, asked: str, plan: Plan, profile: Profile, cuts: tu
 
 def _idle(plan: Plan, profile: Profile, cuts: tuple[int, ...], *, joint: bool) -> float:
     """The share of a step in which workers wait: under the staggered optimizer, unless all stages end it together."""
-    forward, inputs, weight = zip(*_segment_costs(profile, cuts), strict=True)
+    forward, inputs, weight = zip(*segment_costs(profile.layers, cuts), strict=True)
     costs = Costs(forward=forward, input=inputs, weight=weight)
     timeline = timing(plan, costs)
     if joint or plan.segments != plan.stages:
         return timeline.bubble
     return max(0.0, 1.0 - sum(timeline.busy) / (len(timeline.busy) * period(plan, costs)))
-
-
-def _segment_costs(profile: Profile, cuts: tuple[int, ...]) -> tuple[tuple[float, float, float], ...]:
-    segments = [profile.layers[span.start : span.stop] for span in spans(cuts, len(profile.layers))]
-    return tuple(
-        (sum(c.forward_s for c in layers), sum(c.input_s for c in layers), sum(c.weight_s for c in layers))
-        for layers in segments
-    )
-
-
-def _activations(memory: int | None, profile: Profile, cuts: tuple[int, ...], plan: Plan) -> int | None:
-    """How many activations the fullest stage has room for beside what a recovery needs: the weights of the step before,
-    the complete sums, and what crosses the boundaries of a stage in two open steps."""
-    if memory is None:
-        return None
-    found = []
-    for span in spans(cuts, len(profile.layers)):
-        layers = profile.layers[span.start : span.stop]
-        before = profile.layers[span.start - 1].output_bytes if span.start else 0
-        crossing = 2 * len(plan.micros_of(0)) * (layers[-1].output_bytes + before)
-        state = sum(layer.resident_bytes + 2 * layer.parameter_bytes for layer in layers)
-        room = memory - state - crossing
-        found.append(max(1, room // max(1, sum(layer.activation_bytes for layer in layers))))
-    return min(found)
 
 
 def _joint(job: Job) -> bool:

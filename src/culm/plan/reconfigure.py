@@ -136,14 +136,23 @@ def _uneven(nodes: int, pipelines: int) -> tuple[int, ...]:
     return tuple(nodes // pipelines + (i < nodes % pipelines) for i in range(pipelines))
 
 
-def decide(state: State, outlook: Outlook, now: float, *, depths: Iterable[int] = ()) -> tuple[Decision, str]:
-    """The layout that will have trained most when the next loss is due; of equals that with less to move.
+def decide(
+    state: State,
+    outlook: Outlook,
+    now: float,
+    *,
+    depths: Iterable[int] = (),
+    among: Mapping[Layout, Kind] | None = None,
+) -> tuple[Decision, str]:
+    """The layout that will have trained most when the next loss is due; of equals that with less to move. `among` are
+    those to choose from: by default what `layouts` lists.
 
     Where a stage is down to one holder and a node stands by, a hole there is filled whatever it gains: the next loss
     could take the layers away. Raises PlanError when the model can not be held at all.
     """
     left_s = max(0.0, outlook.next_event - now)
-    offers = {layout: kind for layout, kind in layouts(state, depths).items() if layout in outlook.steps}
+    known = layouts(state, depths) if among is None else among
+    offers = {layout: kind for layout, kind in known.items() if layout in outlook.steps}
     if not offers:
         raise PlanError(
             f"no layout of {count(len(state.alive), 'node')} has a step time: give Outlook.steps those that "
@@ -202,7 +211,14 @@ def bamboo(state: State, _outlook: Outlook, _now: float) -> tuple[Decision, str]
     return _decision(state, layout, kinds[change]), why
 
 
-POLICIES: Mapping[str, Policy] = {"cost": decide, "bamboo": bamboo}
+def never(state: State, _outlook: Outlook, _now: float) -> tuple[Decision, str]:
+    """Leave everything as it is, but for holes that somebody standing by can fill."""
+    offers = layouts(state)
+    filled = next((layout for layout, kind in offers.items() if kind == "fill"), state.layout)
+    return _decision(state, filled, offers[filled]), "other shapes are not looked at"
+
+
+POLICIES: Mapping[str, Policy] = {"cost": decide, "bamboo": bamboo, "never": never}
 """By name."""
 
 
