@@ -275,7 +275,7 @@ class Turnover:
         come = seats(setup, old, standings, committed, tenure.roll.waiting(old), zones)
         leaving = [slots[node] for node in tenure.roll.leaving if node in halting.standings]
         stay = standings.keys() - set(leaving) or standings.keys()
-        if _nothing_learned(setup.start, standings):
+        if _nothing_learned(setup.start, halting.standings):
             return restart(setup, old, number, address, stay, setup.start, setup.resume_from, come)
         orphaned = homeless(setup, standings, committed)
         other = self.growth.salvage(halting, old) if orphaned else self.growth.remake(halting, old)
