@@ -39,7 +39,9 @@ class Agent:
         store: Store,
         start_worker: StartWorker,
         notices: NoticeSource | None = None,
+        zone: str = "",
     ) -> None:
+        self.zone = zone
         self.job, self.node, self.fingerprint = job, node, fingerprint
         self.transport, self.clock, self.store = transport, clock, store
         self._start_worker = start_worker
@@ -94,7 +96,9 @@ class Agent:
         await self._relieved.wait()
 
     async def _join(self, worker: Address = "") -> None:
-        record = NodeRecord(self.node, self.transport.address, worker, self.fingerprint, self._leaves_in)
+        record = NodeRecord(
+            self.node, self.transport.address, worker, self.fingerprint, self._leaves_in, zone=self.zone
+        )
         await self.store.put(f"nodes/{self.node}", encode(record), session=True)
 
     async def _campaign(self, setup: Setup) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from culm.cluster.relayout import Scene, ahead_of, model_of, relayout, shape_now
 from culm.errors import PlanError
-from culm.plan.choose import BANDWIDTH
+from culm.plan.choose import BANDWIDTH, NEAR
 from culm.plan.failures import Slot
 from culm.plan.layout import SHADOWING
 from culm.plan.reconfigure import Kind, Layout, Outlook, State, bamboo, decide, layouts
@@ -133,7 +133,7 @@ class Growth:
         if tenure.setup.reconfigure == "bamboo" and tenure.setup.strategy != "templates":
             decision, why = bamboo(state, outlook, now)
         else:
-            decision, why = decide(state, outlook, now, among=offers)
+            decision, why = decide(state, outlook, now, among=offers, near=NEAR)
         tenure.event("decision", verdict=decision.kind, layout=str(decision.layout), why=why)
         if decision.kind in ("stay", "fill"):
             return None
@@ -245,7 +245,8 @@ class Growth:
         except PlanError as error:
             self.tenure.event("refused", why=f"no template: {error}")
             return None
-        return self._tried(scene, depths, f"{written(depths)} out of the {len(scene.nodes)} nodes that are there")
+        why = f"{written(depths)} is made of the {len(scene.nodes)} nodes that are there; what was open is run again"
+        return self._tried(scene, depths, why)
 
     def _tried(self, scene: Scene, depths: Depths, why: str) -> Regrouped | None:
         try:

@@ -44,6 +44,11 @@ class Recovering:
     made: Regrouped
     ready_at: float | None = None
 
+    @property
+    def again(self) -> bool:
+        """Whether what was open is given up, and run again in another shape."""
+        return self.made.epoch.reshapes and bool(self.halting.lost)
+
 
 class Toll:
     """Every loss that was made good, with its times; the usual pace to compare with; and the time at risk."""
@@ -116,7 +121,7 @@ class Toll:
             detect_ms=1e3 * halting.detect_s,
             decide_ms=1e3 * decide,
             move_ms=1e3 * move,
-            redo_ms=1e3 * max(0.0, self._late(len(epoch.recovery.steps)) - halting.detect_s - decide - move),
+            redo_ms=1e3 * max(0.0, self._late(len(epoch.recovery.steps) or 1) - halting.detect_s - decide - move),
             redone_actions=epoch.recovery.redone,
             source=recovering.made.source if halting.lost else "notice",
         )

@@ -323,7 +323,7 @@ class Turnover:
             self.recovering.ready_at = tenure.clock.now()
             if tenure.epoch.reshapes:
                 self._reshaped(self.recovering)
-            if not tenure.epoch.recovery.steps:
+            if not tenure.epoch.recovery.steps and not self.recovering.again:
                 self.recovered(tenure.epoch.start)
 
     def _reshaped(self, recovering: Recovering) -> None:
@@ -337,7 +337,7 @@ class Turnover:
     def recovered(self, step: int) -> None:
         """A step is committed. If it is the last of those that were open, the loss is made good."""
         recovering, tenure = self.recovering, self.tenure
-        if recovering is None or step < recovering.made.epoch.start - 1:
+        if recovering is None or step < recovering.made.epoch.start - (not recovering.again):
             return
         self.recovering = None
         lost = {*recovering.halting.lost, *self._relieve()}

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 Kind: TypeAlias = Literal["stay", "fill", "grow", "shrink", "depth", "uneven"]
+MOVING: tuple[Kind, ...] = ("shrink", "depth", "uneven")
+"""Kinds in which layers go to new holders."""
 
 
 class Layout(NamedTuple):
@@ -143,9 +145,11 @@ def decide(
     *,
     depths: Iterable[int] = (),
     among: Mapping[Layout, Kind] | None = None,
+    near: float = 0.0,
 ) -> tuple[Decision, str]:
     """The layout that will have trained most when the next loss is due; of equals that with less to move. `among` are
-    those to choose from: by default what `layouts` lists.
+    those to choose from: by default what `layouts` lists. Where layers have to move anyway, layouts that are worth the
+    same but for a share of `near` count as equal, and the one that leaves the fewest nodes idle is taken.
 
     Where a stage is down to one holder and a node stands by, a hole there is filled whatever it gains: the next loss
     could take the layers away. Raises PlanError when the model can not be held at all.
@@ -163,6 +167,9 @@ def decide(
     if filled and endangered:
         return _decision(state, filled[0], "fill"), f"stage {endangered[0]} has one holder left: protection first"
     best = max(offers, key=lambda layout: worth[layout])  # the first of equals, and these are in order of effort
+    if offers[best] in MOVING:
+        equal = [each for each in offers if offers[each] in MOVING and worth[each] >= (1 - near) * worth[best]]
+        best = max(equal, key=lambda layout: layout.nodes)
     return _decision(state, best, offers[best]), _why(best, offers, worth, left_s)
 
 

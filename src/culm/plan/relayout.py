@@ -314,6 +314,7 @@ class _Seating:
         self.nodes, self.holders, self.weights = nodes, holders, weights
         self.layers = {slot: layers_of(shape, plan, slot) for slot in posts(plan)}
         self.circles = _circles(plan, strategy)
+        self.sole = {next(iter(held)) for held in holders.values() if len(held) == 1}
         self.zoned = len(set(nodes.values())) > 1
         self.near: defaultdict[int, list[int]] = defaultdict(list)
         for number, circle in enumerate(self.circles):
@@ -326,28 +327,29 @@ class _Seating:
 
     def first(self, places: Sequence[int]) -> dict[int, int]:
         """Whoever has most of a post's layers takes it, the largest share first; of equals in order of numbers."""
-        free = sorted(self.nodes)
+        free = self._chosen(len(places))
         pairs = [(-share, slot, node) for slot in places for node in free if (share := self.overlap(slot, node))]
         taken: dict[int, int] = {}
         for _, slot, node in sorted(pairs):
             if slot not in taken and node not in taken.values():
                 taken[slot] = node
-        left = self._indispensable([node for node in free if node not in taken.values()])
+        left = [node for node in free if node not in taken.values()]
         for slot in places:
             if slot not in taken:
                 taken[slot] = left.pop(0)
         return taken
 
-    def _indispensable(self, nodes: Iterable[int]) -> list[int]:
-        """Whoever has a layer that nobody else has comes first."""
-        sole = {next(iter(held)) for held in self.holders.values() if len(held) == 1}
-        return sorted(nodes, key=lambda node: (node not in sole, node))
+    def _chosen(self, many: int) -> list[int]:
+        """Of all nodes so many: first whoever has a layer that nobody else has, then who has most."""
+        held = Counter(node for nodes in self.holders.values() for node in nodes)
+        order = sorted(self.nodes, key=lambda node: (node not in self.sole, -held[node], node))
+        return sorted(order[:many])
 
     def improved(self, taken: dict[int, int]) -> dict[int, int]:
         """Exchange nodes between two posts as long as zones are better spread, or less has to move, by that."""
         if not self.zoned:
             return taken
-        spare = [node for node in self._indispensable(self.nodes) if node not in taken.values()]
+        spare = [node for node in sorted(self.nodes) if node not in taken.values()]
         for _ in range(_ROUNDS):
             better = [self._exchange(taken, one, other) for one, other in combinations(taken, 2)]
             better += [self._replace(taken, slot, spare) for slot in taken if spare]
@@ -367,11 +369,10 @@ class _Seating:
 
     def _replace(self, taken: dict[int, int], slot: int, spare: list[int]) -> bool:
         """Somebody that would be left over takes a post, unless whoever had it is indispensable."""
-        sole = {next(iter(held)) for held in self.holders.values() if len(held) == 1}
         for index, node in enumerate(spare):
             before, own = self._worth(taken, (slot,)), taken[slot]
             taken[slot] = node
-            if own not in sole and self._worth(taken, (slot,)) < before:
+            if own not in self.sole and self._worth(taken, (slot,)) < before:
                 spare[index] = own
                 return True
             taken[slot] = own
