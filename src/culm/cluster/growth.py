@@ -52,7 +52,7 @@ class Growth:
         """Who was there, and in which shape, when that was last looked at ..."""
         self._since = 0
         """... from which step on that has been so ..."""
-        self._judged = True
+        self._judged = False
         """... and whether it has been decided what to make of them."""
         self._model: Model | None = None
         self._times: dict[Depths, float] = {}
@@ -110,15 +110,16 @@ class Growth:
         return self._model
 
     def _decided(self, step: int) -> tuple[Depths, str] | None:
-        """Once nodes have come or gone, and it has been quiet since: what the policy makes of them."""
+        """Where a post has nobody or somebody has no post, and it has been quiet since: what the policy makes of it."""
         tenure, epoch = self.tenure, self.tenure.epoch
         assert epoch is not None
         there = frozenset(self._nodes(epoch)), epoch.shaped
         if there != self._known:
-            self._judged = not self._known[0]  # at the start everything is as it was decided to be
-            self._known, self._since = there, step
+            self._judged, self._known, self._since = False, there, step
+        at_odds = tenure.roll.empty(epoch) or tenure.roll.waiting(epoch)
         follows = {member.node for member in epoch.alive} - tenure.roll.crew
-        if self._judged or step < self._since + QUIET or follows or tenure.roll.leaving or not tenure.toll.pace_s:
+        busy = follows or tenure.roll.leaving or step < self._since + QUIET or not tenure.toll.pace_s
+        if self._judged or not at_odds or busy:
             return None
         self._judged = True
         return self._judge(epoch)
