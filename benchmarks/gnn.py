@@ -9,8 +9,7 @@ large     a million vertices: time per epoch, and memory of all processes togeth
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any, TypeAlias, TypedDict
@@ -18,7 +17,7 @@ from typing import Any, TypeAlias, TypedDict
 from rich.table import Table
 
 from benchmarks.gnn_case import GRAPHS, Case, Curve, Request
-from benchmarks.gnn_sides import SYSTEMS, train, train_watched
+from benchmarks.gnn_sides import SYSTEMS, available, train, train_watched
 from benchmarks.paired import interval
 from culm.gnn.price import bill, prices_of, value
 
@@ -29,6 +28,8 @@ INSTANCE = "c5n.2xlarge"
 """Cores are priced as its vCPUs."""
 TARGET = 0.99
 """Of the validation accuracy that PyG on the whole graph reaches: what everyone has to reach."""
+FAR_MODES = ("sync", "pipe", "async", "async-1")
+"""No pipelining, pipelining, and asynchrony with staleness 0 and 1."""
 FAR_INTERVALS = 4
 """Per worker, where workers are far: enough that one can be gathered while others are away."""
 
@@ -154,10 +155,6 @@ def run(
     )
 
 
-def available() -> int:
-    return len(os.sched_getaffinity(0))
-
-
 def compared(
     case: Case, systems: Sequence[str], *, cores: int, rounds: int, side: Train, progress: Told = lambda _: None
 ) -> list[Row]:
@@ -213,28 +210,35 @@ def far(effort: Effort, cores: int, side: Train) -> list[Far]:
     found = []
     for latency in effort.latencies_ms:
         times = {
-            mode: median(_far(effort.far, mode, cores, seed, latency, side) for seed in range(effort.rounds))
-            for mode in ("sync", "pipe", "async")
+            mode: median(
+                side(far_request(effort.far, mode, cores, seed, latency)).s_per_epoch for seed in range(effort.rounds)
+            )
+            for mode in FAR_MODES
         }
-        found += [
-            Far(mode=mode, latency_ms=latency, s_per_epoch=seconds, against_pipe=times["pipe"] / seconds)
-            for mode, seconds in times.items()
-        ]
+        found += beside_pipe(latency, times)
     return found
 
 
-def _far(case: Case, mode: str, cores: int, seed: int, latency_ms: float, side: Train) -> float:
-    """The same intervals for every mode: left to itself, each would take as many as suit it."""
-    return side(
-        Request(
-            system=f"culm-{mode}",
-            case=case,
-            cores=cores,
-            seed=seed,
-            latency_s=latency_ms / 1000,
-            intervals=FAR_INTERVALS * cores,
-        )
-    ).s_per_epoch
+def beside_pipe(latency_ms: float, times: Mapping[str, float]) -> list[Far]:
+    """What the modes came to at one latency."""
+    return [
+        Far(mode=mode, latency_ms=latency_ms, s_per_epoch=seconds, against_pipe=times["pipe"] / seconds)
+        for mode, seconds in times.items()
+    ]
+
+
+def far_request(case: Case, mode: str, cores: int, seed: int, latency_ms: float) -> Request:
+    """The same intervals for every mode: left to itself, each would take as many as suit it. Evaluated at the end: what
+    pipelining gains goes over the end of an epoch, and an evaluation would stand in between."""
+    return Request(
+        system=f"culm-{mode}",
+        case=case,
+        cores=cores,
+        seed=seed,
+        latency_s=latency_ms / 1000,
+        intervals=FAR_INTERVALS * cores,
+        every=case.epochs,
+    )
 
 
 def scaling(case: Case, cores: int, side: Train) -> list[Scale]:

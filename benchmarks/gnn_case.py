@@ -21,6 +21,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     layers: int = 2
     heads: int = 1
     dropout: float = 0.5
+    input_dropout: float = 0.0
+    """On the features; PyG's GCN and GAT have none there."""
     lr: float = 0.01
     weight_decay: float = 5e-4
     epochs: int = 100
@@ -28,6 +30,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     """Neighbours per hop of the sampling system."""
     batch: int = 1024
     """Its mini-batch, over all processes."""
+    split_seed: int = 0
+    """Of the split, where a graph comes without one."""
 
     @property
     def name(self) -> str:
@@ -67,6 +71,10 @@ class Curve(msgspec.Struct, frozen=True):
                 return passed
         return None
 
+    def epochs_to(self, target: float) -> int | None:
+        """Epochs until validation first reached the target; None if it never did."""
+        return next((epoch + 1 for epoch, reached in enumerate(self.val) if reached >= target), None)
+
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One training of one system."""
@@ -79,3 +87,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Injected into every task of culm's workers."""
     intervals: int | None = None
     """Of each of culm's graph servers; by default its own choice."""
+    servers: int | None = None
+    """Culm's graph servers; by default one for every four cores."""
+    first: int = 0
+    """Of the cores that this process may use, where it begins to take its own."""
+    every: int | None = None
+    """Epochs between evaluations; by default one, for culm `gnn_ours.EVERY`."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from benchmarks.gnn_case import Curve, Request
 from benchmarks.gnn_peers import read
 
 if TYPE_CHECKING:
-    from culm.gnn.board import Mode
     from culm.gnn.ledger import Evaluation
 
 EVERY = 5
@@ -18,10 +17,11 @@ CORES_PER_SERVER = 4
 
 
 def train(request: Request) -> Curve:
-    """`culm-sync`, `culm-pipe`, or `culm-async` with staleness 0; elastic workers are local processes."""
+    """`culm-sync`, `culm-pipe`, `culm-async` (staleness 0) or `culm-async-1`; elastic workers are local processes."""
     from culm.gnn import train as run
 
     case = request.case
+    _, mode, staleness = (*request.system.split("-"), "0")[:3]
     made = run(
         read(case),
         case.model,
@@ -29,17 +29,18 @@ def train(request: Request) -> Curve:
         hidden=case.hidden,
         heads=case.heads,
         dropout=case.dropout,
-        input_dropout=0.0,  # as PyG's GCN and GAT
+        input_dropout=case.input_dropout,
         lr=case.lr,
         weight_decay=case.weight_decay,
         epochs=case.epochs,
         seed=request.seed,
-        mode=cast("Mode", request.system.removeprefix("culm-")),
-        servers=max(1, request.cores // CORES_PER_SERVER),
+        mode=mode,
+        staleness=int(staleness),
+        servers=request.servers or max(1, request.cores // CORES_PER_SERVER),
         workers=request.cores,
         intervals=request.intervals,
         latency_s=request.latency_s,
-        evaluate_every=min(EVERY, case.epochs),
+        evaluate_every=min(request.every or EVERY, case.epochs),
     )
     seconds = float(made.summary["time_per_epoch_s"])
     return Curve((seconds,) * case.epochs, *held(made.evaluations, case.epochs))

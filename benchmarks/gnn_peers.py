@@ -46,7 +46,7 @@ def pyg_model(case: Case, features: int, classes: int) -> nn.Module:
 
 def read(case: Case) -> Graph:
     """The graph as culm trains on it: rows of a file's features, which are counts or flags, sum to one."""
-    graph = load(case.graph)
+    graph = load(case.graph, split_seed=case.split_seed)
     return graph if case.graph.startswith("gen:") else graph.normalised()
 
 
@@ -69,10 +69,11 @@ def whole_graph(request: Request) -> Curve:
     def epoch(_: int) -> None:
         model.train()
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(features, over)[train], labels[train]).backward()
+        given = nn.functional.dropout(features, case.input_dropout) if case.input_dropout else features
+        nn.functional.cross_entropy(model(given, over)[train], labels[train]).backward()
         optimizer.step()
 
-    return curve(case.epochs, epoch, lambda: accuracies(model, features, over, graph))
+    return curve(case.epochs, epoch, lambda: accuracies(model, features, over, graph), request.every or 1)
 
 
 def _sparse(edges: torch.Tensor, vertices: int) -> torch.Tensor:
@@ -80,14 +81,15 @@ def _sparse(edges: torch.Tensor, vertices: int) -> torch.Tensor:
     return cast(torch.Tensor, utils.to_torch_csr_tensor(edges.flip(0), size=(vertices, vertices)))
 
 
-def curve(epochs: int, epoch: Callable[[int], None], judge: Callable[[], tuple[float, float]]) -> Curve:
-    """Run and time the epochs; judging does not count."""
-    seconds, judged = [], []
+def curve(epochs: int, epoch: Callable[[int], None], judge: Callable[[], tuple[float, float]], every: int = 1) -> Curve:
+    """Run and time the epochs; judging, after every so many and after the last, does not count."""
+    seconds, judged, now = [], [], (0.0, 0.0)
     for number in range(epochs):
         start = time.perf_counter()
         epoch(number)
         seconds.append(time.perf_counter() - start)
-        judged.append(judge())
+        now = judge() if (number + 1) % every == 0 or number + 1 == epochs else now
+        judged.append(now)
     return Curve(tuple(seconds), tuple(val for val, _ in judged), tuple(test for _, test in judged))
 
 

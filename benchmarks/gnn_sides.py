@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 import importlib
 import os
+import queue
 import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,12 +21,17 @@ from benchmarks.gnn_case import Curve, Request
 from culm.errors import RunError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 SYSTEMS = ("culm-async", "culm-pipe", "culm-sync", "pyg-edges", "pyg-sparse", "sampled-ddp")
 PATIENCE_S = 3600.0
 _LOOK_S = 0.25
 _PR_SET_PDEATHSIG = 1
+
+
+def available() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
 def train(request: Request) -> Curve:
@@ -55,6 +62,24 @@ def _run(request: Request, peak: _Peak | None) -> Curve:
         last = (said.strip().splitlines() or ["it said nothing"])[-1]
         raise RunError(f"{request.system} failed on {request.case.name}: {last}")
     return msgspec.json.decode(printed.splitlines()[-1], type=Curve)
+
+
+def side_by_side(requests: Sequence[Request]) -> list[Curve]:
+    """Several trainings, as many at once as there are cores for, no core shared. They do share memory's bandwidth."""
+    size = max(request.cores for request in requests)
+    lanes: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for lane in range(max(1, available() // size)):
+        lanes.put(lane * size)
+
+    def one(request: Request) -> Curve:
+        first = lanes.get()
+        try:
+            return train(msgspec.structs.replace(request, first=first))
+        finally:
+            lanes.put(first)
+
+    with ThreadPoolExecutor(lanes.qsize()) as pool:
+        return list(pool.map(one, requests))
 
 
 class _Peak:
@@ -105,7 +130,7 @@ def main(text: str) -> None:
     """The process: takes its cores, trains, prints the curve."""
     request = msgspec.json.decode(text, type=Request)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a bench that is killed leaves nothing behind
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: request.cores])
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[request.first : request.first + request.cores])
     if request.system.startswith("culm-"):
         from benchmarks.gnn_ours import train as run
     elif request.system == "sampled-ddp":

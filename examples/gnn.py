@@ -31,7 +31,8 @@ def main() -> None:
     print(f"test accuracy {result.test_accuracy:.3f} after {result.summary['epochs']} epochs")
     print(f"{result.summary['time_per_epoch_s'] * 1e3:.1f} ms an epoch, ${result.summary['cost_usd']:.5f}")
     for recovery in result.summary["recoveries"]:
-        print(f"lost {recovery['lost'][0]}, went on from epoch {recovery['step']} after {recovery['move_ms']:.0f} ms")
+        pause = sum(recovery[part] for part in ("detect_ms", "decide_ms", "move_ms", "redo_ms"))
+        print(f"lost {', '.join(recovery['lost'])}, back at epoch {recovery['step']}, caught up after {pause:.0f} ms")
     print(f"weights for torch_geometric.nn.GCN: {', '.join(result.weights)}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -57,3 +58,16 @@ def nan(x: Tensor) -> Tensor:
 def layers(number: int, call: int, act: Callable[[Tensor], Tensor]) -> list[Callable[[], nn.Module]]:
     """Four layers, of which one acts."""
     return [(lambda: At(call, act)) if i == number else linear for i in range(4)]
+
+
+class Nap(nn.Module):
+    """A linear layer that takes at least so many seconds forward: a run of such has moments at which things happen."""
+
+    def __init__(self, seconds: float = 0.004) -> None:
+        super().__init__()
+        self.linear, self.seconds = nn.Linear(WIDTH, WIDTH), seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.seconds)
+        made: Tensor = self.linear(x)
+        return made

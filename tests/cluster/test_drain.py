@@ -99,9 +99,13 @@ def test_a_notice_in_the_last_step_changes_nothing_of_it() -> None:
     assert [redone for _, redone, _ in left(run)] in ([], [0])
 
 
-def test_a_notice_before_the_first_step_leaves_the_node_out_and_the_next_one_comes_in() -> None:
-    faults = Faults().warn(1, seconds=AMPLE_S, after_s=0.0).join(0, after_s=1.0)
-    assert ": members 0 2 3 4" in str(drained(faults).history)
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_run_begins_without_who_has_notice_before_the_first_step_and_the_next_one_comes_in(node: int) -> None:
+    faults = Faults().warn(node, seconds=AMPLE_S, after_s=0.0).join(2, after_s=0.1)
+    others = " ".join(str(other) for other in range(4) if other != node)
+    history = str(drained(faults).history)
+    assert f"epoch 1: members {others} -" in history
+    assert f": members {others} 4" in history
 
 
 def test_if_every_node_has_notice_the_run_ends_with_a_checkpoint_and_can_be_resumed(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def test_memory_that_a_micro_batch_gave_up_is_there_for_the_next() -> None:
     assert faulted("keep") <= 4
 
 
-@pytest.mark.parametrize(("cores", "seconds"), [(4, 0.0), (5, 0.003), (7, 0.003), (8, 0.02), (16, 0.02)])
+@pytest.mark.parametrize(("cores", "seconds"), [(2, 0.0), (4, 0.0), (5, 0.02), (16, 0.02)])
 def test_a_worker_watches_for_frames_where_it_takes_no_core_from_others(
     monkeypatch: pytest.MonkeyPatch, cores: int, seconds: float
 ) -> None:

@@ -62,7 +62,7 @@ def trained(nursery: LocalNursery, request: Request) -> tuple[dict[str, Any], in
         async with local_run(nursery, pickled(JOB), request) as run:
             result = await run.result()
             assert result.summary is not None, result.message
-            return result.summary, int(run._store.read("leader") or b"0")
+            return result.summary, run.leader or 0
 
     async def bounded() -> tuple[dict[str, Any], int]:
         return await asyncio.wait_for(main(), PATIENCE_S)

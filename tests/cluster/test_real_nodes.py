@@ -59,7 +59,7 @@ def outcome(nursery: LocalNursery, described: Job, request: Request, victim: str
 def _find(nursery: LocalNursery, run: LocalRun, victim: str) -> tuple[int, int]:
     """Agents were started in the order of their nodes; each has one child, its worker."""
     kind, _, which = victim.partition(" of ")
-    leader = int(run._store.read("leader") or b"0")
+    leader = run.leader or 0
     node = leader if which == "the leader" else 1 - leader
     agent = children(nursery.pid)[node]
     return node, agent if kind == "agent" else children(agent)[0]

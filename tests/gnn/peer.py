@@ -33,10 +33,11 @@ class Stack(torch.nn.Module):
     def __init__(self, model: Model) -> None:
         super().__init__()
         nn, last = pyg("nn"), model.layers - 1
+        attention = {"heads": model.heads, "dropout": model.attention_dropout}
         self.convs = torch.nn.ModuleList(
             nn.GCNConv(model.widths[i], model.widths[i + 1])
             if model.kind == "gcn"
-            else nn.GATConv(model.widths[i], model.channels(i), heads=model.heads, concat=i < last)
+            else nn.GATConv(model.widths[i], model.channels(i), concat=i < last, **attention)
             for i in range(model.layers)
         )
 

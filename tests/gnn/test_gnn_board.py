@@ -153,3 +153,63 @@ def test_stopping_early_leaves_no_pass_behind() -> None:
         assert made.done(Task(0, at, 0), 0.0)
     assert made.finished
     assert made.next("worker") is None
+
+
+def at_the_end_of_a_pass(mode: Mode, *, staleness: int = 0) -> tuple[Board, Task]:
+    made = board(mode, staleness=staleness, intervals=1)
+    last = len(walk(MODEL, train=True)) - 1
+    for at in range(last):
+        made.versions(Task(0, at, 0))
+        made.done(Task(0, at, 0), 0.0)
+    return made, Task(0, last, 0)
+
+
+def test_pipelining_goes_on_with_the_next_pass_where_the_last_one_ended() -> None:
+    made, last = at_the_end_of_a_pass("pipe")
+    assert made.following(last) == Task(1, 0, 0)
+    assert made.versions(Task(1, 0, 0)) == {0: 1, 1: 1}
+    assert made.versions(last) == {0: 0, 1: 0}
+    assert made.following(Task(0, 0, 0)) is None
+    calm, last = at_the_end_of_a_pass("sync")
+    assert calm.following(last) is None
+
+
+def test_nobody_goes_on_with_a_pass_that_is_not_permitted_or_not_there() -> None:
+    made, last = at_the_end_of_a_pass("pipe")
+    made.permit(1)
+    assert made.following(last) is None
+    made.permit(9)
+    made.stop_after(1)
+    assert made.following(last) is None
+
+
+def test_what_waits_for_its_weights_is_not_overdue_and_begins_when_they_come() -> None:
+    made, last = at_the_end_of_a_pass("pipe")
+    then = made.following(last)
+    assert then is not None
+    made.versions(then)
+    made.done(last, 0.0)
+    made.begin(then, "w1", 0.0)
+    assert made.waits(then)
+    assert made.overdue(99.0) == []
+    made.version(0, 1, 100.0)
+    assert made.waits(then)
+    made.version(1, 1, 100.0)
+    assert not made.waits(then)
+    assert made.overdue(101.0) == []
+    assert made.overdue(106.0) == [then]
+
+
+def test_what_was_promised_to_a_worker_that_is_lost_goes_to_another_with_the_same_weights() -> None:
+    made, last = at_the_end_of_a_pass("async", staleness=1)
+    then = made.following(last)
+    assert then is not None
+    promised = made.versions(then)
+    assert promised == {0: 0, 1: 0}
+    made.done(last, 0.0)
+    made.begin(then, "w1", 0.0)
+    made.version(0, 1)
+    made.version(1, 1)
+    assert made.lost("w1") == [then]
+    assert made.next("worker") == then
+    assert made.versions(then) == promised

@@ -8,6 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.gnn import peer
 from tests.gnn.house import House, small_graph, small_model
+from torch import Tensor
+from torch.nn import functional
 
 from culm.gnn.board import Mode
 from culm.gnn.graph import Graph
@@ -62,6 +64,37 @@ def test_who_applies_the_edges_changes_no_bit() -> None:
     graph = small_graph()
     model = small_model(graph, "gat", dropout=0.3)
     assert House(graph, model, edges="server").run().losses == House(graph, model, edges="worker").run().losses
+
+
+class Chance:
+    """Stands in for torch.nn.functional where PyG drops attention: the mask is ours, the arithmetic is its own."""
+
+    def __init__(self, graph: Graph, model: Model) -> None:
+        edges = peer.edge_index(graph)
+        loops = torch.arange(graph.vertices)
+        self._numbers = torch.cat([edges[1] * graph.vertices + edges[0], loops * graph.vertices + loops])
+        self._model, self._calls = model, 0
+
+    def leaky_relu(self, rows: Tensor, slope: float) -> Tensor:
+        return functional.leaky_relu(rows, slope)
+
+    def dropout(self, rows: Tensor, p: float, training: bool) -> Tensor:
+        epoch, layer = divmod(self._calls, self._model.layers)
+        self._calls += 1
+        mask = kept((len(rows), rows.shape[1]), p, 0, epoch, layer, self._numbers, what="attention")
+        return rows * mask / (1 - p)
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+def test_attention_is_dropped_as_pyg_drops_it(servers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = small_graph()
+    widths = (graph.width, 6, graph.classes)
+    model = Model(kind="gat", widths=widths, heads=2, dropout=0.0, input_dropout=0.0, attention_dropout=0.4)
+    monkeypatch.setattr(peer.pyg("nn.conv.gat_conv"), "F", Chance(graph, model))
+    found = House(graph, model, servers=servers, epochs=EPOCHS).run().losses
+    assert [found[e] for e in range(EPOCHS)] == pytest.approx(reference(graph, model), abs=1e-5)
+    calm = House(graph, small_model(graph, "gat"), servers=servers, epochs=EPOCHS).run().losses
+    assert found != calm
 
 
 def test_dropout_does_not_depend_on_servers_or_intervals() -> None:

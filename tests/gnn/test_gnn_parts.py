@@ -19,6 +19,7 @@ from culm.gnn.board import Pass, Task, passes
 from culm.gnn.lead import newest_common
 from culm.gnn.ledger import Evaluation, exhausted
 from culm.gnn.model import Model, initial_weights, model_of, state_dict
+from culm.gnn.recoveries import Recoveries
 from culm.gnn.seats import Seats
 from culm.gnn.shelf import Adam, Shelf
 from culm.gnn.tally import Tally
@@ -227,3 +228,42 @@ def test_tables_are_mapped_in_place_and_only_with_the_right_secret() -> None:
     strange = type(arena.layout)(arena.layout.path, b"x" * 32, arena.layout.size, arena.layout.tables)
     assert mapped(strange) is None
     assert mapped(type(arena.layout)("/proc/1/fd/9999", b"", 1, {})) is None
+
+
+def test_a_recovery_is_timed_from_the_first_sign_to_the_epoch_that_was_reached() -> None:
+    made = Recoveries()
+    made.sign(10.0)
+    made.lost("graph-1", 10.5)
+    made.decided(10.6, version=8, reached=11)
+    made.moved(12.0)
+    made.done(10, 12.5)
+    assert made.rows(12.5)[0]["redo_ms"] == 500.0
+    made.done(11, 13.0)
+    made.done(12, 14.0)
+    assert made.rows(99.0) == [
+        {"step": 8, "lost": ["graph-1"], "detect_ms": 500.0, "decide_ms": 100.0, "move_ms": 1400.0, "redo_ms": 1000.0,
+         "redone_actions": 3, "source": "checkpoint"}
+    ]  # fmt: skip
+
+
+def test_servers_lost_before_everyone_is_back_are_one_recovery_and_later_ones_another() -> None:
+    made = Recoveries()
+    made.lost("graph-0", 1.0)
+    made.decided(1.1, version=0, reached=4)
+    made.lost("parameter-0", 1.2)
+    made.decided(1.3, version=0, reached=4)
+    made.moved(2.0)
+    made.lost("graph-1", 3.0)
+    made.decided(3.1, version=0, reached=4)
+    made.moved(4.0)
+    made.done(4, 5.0)
+    assert [row["lost"] for row in made.rows(9.0)] == [["graph-0", "parameter-0"], ["graph-1"]]
+    assert [row["redo_ms"] for row in made.rows(9.0)] == [1000.0, 1000.0]
+
+
+def test_a_sign_without_a_loss_is_no_recovery() -> None:
+    made = Recoveries()
+    made.sign(1.0)
+    made.decided(2.0, version=0, reached=0)
+    made.moved(3.0)
+    assert made.rows(4.0) == []

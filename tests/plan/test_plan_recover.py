@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from itertools import product
 from random import Random
 
@@ -61,11 +62,9 @@ def test_only_holders_run_anything_and_only_runners_add_to_sums(case: Regrouped)
 def test_what_is_run_is_what_lineage_asks_for_each_lot_once_by_one_worker_in_its_order(case: Regrouped) -> None:
     """Tapes and sums of copies that are not needed do not count."""
     usable = {slot: _of_runners(case, slot) for slot in case.left}
-    shape = {"segments": case.plan.segments, "micro_batches": case.plan.micro_batches}
+    asked = partial(lineage, segments=case.plan.segments, micro_batches=case.plan.micro_batches)
     wanted = [
-        Counter(
-            (lot.cell, lot.kinds, lot.again) for lot in lineage(usable, case.recovery.steps, **shape, split=split).lots
-        )
+        Counter((lot.cell, lot.kinds, lot.again) for lot in asked(usable, case.recovery.steps, split=split).lots)
         for split in {case.scene.split, True}
     ]
     found: Counter[tuple[Cell, tuple[Kind, ...], bool]] = Counter()

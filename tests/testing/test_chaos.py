@@ -96,6 +96,13 @@ def test_as_json_it_prints_one_object_and_nothing_else(capsys: pytest.CaptureFix
     assert found["wall_s"] > 0
 
 
+@pytest.mark.usefixtures("wrong")
+def test_seeds_are_tried_from_the_first_that_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--seeds", "2", "--first", "40", "--json", "--strategy", "none")
+    assert code == 1
+    assert [failed["seed"] for failed in json.loads(out)["failed"]] == [40, 41]
+
+
 def test_a_seed_is_replayed_with_its_history(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "--seed", "7")
     assert code == 0
@@ -142,6 +149,8 @@ def test_a_failure_is_replayed_with_what_is_wrong_and_what_led_there(capsys: pyt
         (["--seeds", "0"], "culm: --seeds is 0: use a whole number of at least 1"),
         (["--seed", "-1"], "culm: --seed is -1: use a whole number of at least 0"),
         (["--seed", "1", "--seeds", "2"], "culm: --seed 1 replays one and --seeds 2 tries many: give one of them"),
+        (["--seed", "1", "--first", "2"], "culm: --seed 1 replays one and --first 2 tries many: give one of them"),
+        (["--first", "-2"], "culm: --first is -2: use a whole number of at least 0"),
         (["--strategy", "hope"], "culm: --strategy 'hope' is nothing that chaos knows: use "),
     ],
 )

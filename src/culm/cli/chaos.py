@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 
 def chaos(
-    seeds: Annotated[int | None, typer.Option(help="How many seeds to try, from 0 on: 200 unless told.")] = None,
+    seeds: Annotated[int | None, typer.Option(help="How many seeds to try: 200 unless told.")] = None,
+    first: Annotated[int | None, typer.Option(help="The first of them: 0 unless told.")] = None,
     seed: Annotated[int | None, typer.Option(help="Replay one seed, and print what happened.")] = None,
     strategy: Annotated[list[str] | None, typer.Option(help="Draw from these only; may be given again.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the result as JSON, all else on stderr.")] = False,
@@ -30,7 +31,7 @@ def chaos(
 ) -> None:
     """Hurt simulated clusters at random, and check that each run learns what one process would."""
     with failing(debug=debug):
-        numbers = _numbers(seeds, seed)
+        numbers = _numbers(seeds, seed, first)
         from culm.testing.chaos import covered, draw, known
 
         strategies = known(strategy or ())
@@ -46,13 +47,15 @@ def chaos(
         _end(outcomes, strategy or ())
 
 
-def _numbers(seeds: int | None, seed: int | None) -> Sequence[int]:
-    if seed is not None and seeds is not None:
-        raise UsageError(f"--seed {seed} replays one and --seeds {seeds} tries many: give one of them")
-    for name, value, least in (("seed", seed, 0), ("seeds", seeds, 1)):
+def _numbers(seeds: int | None, seed: int | None, first: int | None) -> Sequence[int]:
+    for name, value in (("seeds", seeds), ("first", first)):
+        if seed is not None and value is not None:
+            raise UsageError(f"--seed {seed} replays one and --{name} {value} tries many: give one of them")
+    for name, value, least in (("seed", seed, 0), ("seeds", seeds, 1), ("first", first, 0)):
         if value is not None and value < least:
             raise UsageError(f"--{name} is {value}: use a whole number of at least {least}")
-    return range(200 if seeds is None else seeds) if seed is None else (seed,)
+    begin, count = first or 0, 200 if seeds is None else seeds
+    return range(begin, begin + count) if seed is None else (seed,)
 
 
 def _face(scenarios: Sequence[Scenario]) -> list[Outcome]:

@@ -36,6 +36,7 @@ def run(
     heads: Annotated[Number, typer.Option(help="Attention heads of a gat; default 8.")] = None,
     dropout: Annotated[float, typer.Option(help="On the input of every layer.")] = 0.5,
     input_dropout: Annotated[float | None, typer.Option(help="On the features; default: as --dropout.")] = None,
+    attention_dropout: Annotated[float | None, typer.Option(help="On a gat's edges; default: as --dropout.")] = None,
     lr: Annotated[float, typer.Option(help="Of Adam.")] = 0.01,
     weight_decay: Annotated[float, typer.Option(help="Of Adam.")] = 5e-4,
     servers: Annotated[int, typer.Option(help="Graph servers.")] = 1,
@@ -58,6 +59,15 @@ def run(
     kill: Annotated[list[str] | None, typer.Option(help="As in 'worker epoch=5' or 'server=1 epoch=9'.")] = None,
     instance: Annotated[str, typer.Option(help="Whose price the servers are billed at.")] = "c5n.2xlarge",
     threads: Annotated[Number, typer.Option(help="Threads of a graph server.")] = None,
+    etcd: Annotated[
+        Words, typer.Option(metavar="URL[,URL...]", help="Where servers meet; default: a private one.")
+    ] = None,
+    etcd_user: Annotated[str, typer.Option(metavar="NAME", help="Its password is in CULM_ETCD_PASSWORD.")] = "",
+    etcd_ca: Annotated[str, typer.Option(metavar="FILE", help="Certificates of those who sign for etcd.")] = "",
+    etcd_cert: Annotated[str, typer.Option(metavar="FILE", help="Client certificate.")] = "",
+    etcd_key: Annotated[str, typer.Option(metavar="FILE", help="Its key.")] = "",
+    suspect_after: Annotated[float, typer.Option(metavar="S", help="Until a server that hangs is replaced.")] = 10.0,
+    dash: Annotated[bool, typer.Option("--dash", help="Show the run to browsers on this machine.")] = False,
     out: Annotated[Words, typer.Option(metavar="DIR", help="Folder for the run's files; must be empty.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show nothing but errors.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print the summary as JSON, all else on stderr.")] = False,
@@ -66,18 +76,21 @@ def run(
     """Train a graph network on a whole graph, with servers and workers as local processes."""
     with failing(debug=debug):
         from culm.gnn.api import train
+        from culm.gnn.meeting import access_of
 
         console = console_on(stderr=json_)
         progress = Progress(console, epochs, quiet=quiet)
         with terminable(), progress:
             result: Result = train(
                 graph, model, layers=layers, hidden=hidden, heads=heads, dropout=dropout, input_dropout=input_dropout,
+                attention_dropout=attention_dropout,
                 lr=lr, weight_decay=weight_decay, servers=servers, parameter_servers=parameter_servers,
                 workers=_workers(workers), intervals=intervals, mode=mode, staleness=staleness, launcher=launcher,
                 epochs=epochs, seed=seed, split_seed=split_seed, evaluate_every=evaluate_every, patience=patience,
                 checkpoint_every=checkpoint_every, normalize=normalize, symmetrize=symmetrize, latency_s=latency / 1e3,
                 kills=tuple(kill or ()), instance=instance, threads=threads, host=host, out=out,
-                watcher=progress.watcher(),
+                etcd=access_of(etcd, user=etcd_user, ca=etcd_ca, cert=etcd_cert, key=etcd_key),
+                suspect_after=suspect_after, dash=dash, watcher=progress.watcher(),
             )  # fmt: skip
         if not quiet:
             console.print(ledger_table(result.summary, out))

@@ -103,7 +103,7 @@ def ledger_table(summary: Mapping[str, Any], out: str | None) -> Table:
         + ("each counted once" if whole else "NOT each counted once"),
         "workers": f"{summary['workers']} ({summary['launcher']}), {summary['workers_lost']} lost, "
         f"{summary['relaunches']} tasks launched again",
-        "servers lost": f"{len(summary['recoveries'])}",
+        "servers lost": f"{sum(len(recovery['lost']) for recovery in summary['recoveries'])}",
         "cost": f"${summary['cost_usd']:.6f} (servers {cost['servers_usd']:.6f}, workers {cost['workers_usd']:.6f}, "
         f"requests {cost['requests_usd']:.6f}), prices of {summary['prices']['as_of']}",
         "value": f"{summary['value']:.4g} per second and dollar",

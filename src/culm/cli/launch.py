@@ -8,22 +8,27 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from culm.cli.tables import listed
 from culm.cluster.blows import Kill
 from culm.errors import RunError
-from culm.observe.folder import saved
+from culm.observe.folder import RunFolder, saved
 from culm.plan.partition import count
 from culm.providers.local import LocalNursery, LocalRun, local_run
+from culm.providers.run import Came, Lost, News
+from culm.providers.trace import beside_ideal, replay
+from culm.runtime.clock import RealClock
 
 if TYPE_CHECKING:
     from culm.cli.display import Display
-    from culm.cluster.recovered import Recovered
     from culm.cluster.setup import Request, Setup
     from culm.providers.nursery import JobSource
+    from culm.providers.rental import Rental
 
 T = TypeVar("T")
+Market: TypeAlias = "Callable[[Setup], Rental]"
+"""Whom a run rents, and when, once it is known how many nodes it wants."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """What ends a run from outside."""
 
@@ -43,6 +48,7 @@ def launch(
     *,
     prepared: Callable[[Setup], None],
     ports: tuple[int, int] | None = None,
+    market: Market | None = None,
     prints_to: int = 1,
     nursery: LocalNursery | None = None,
 ) -> dict[str, Any]:
@@ -60,7 +66,7 @@ def launch(
             stdout, stderr = (prints_to, 2) if prints is None else (prints.entrance, prints.entrance)
             own = LocalNursery(stdout=stdout, stderr=stderr) if nursery is None else contextlib.nullcontext(nursery)
             with own as used:
-                return await _run(used, source, request, display, prepared, ports)
+                return await _run(used, source, request, display, prepared, ports, market)
 
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # until the loop can hear them
         return asyncio.run(_interruptible(main(), prints, request.out))
@@ -73,9 +79,13 @@ async def _run(
     display: Display,
     prepared: Callable[[Setup], None],
     ports: tuple[int, int] | None,
+    market: Market | None,
 ) -> dict[str, Any]:
     async with local_run(nursery, source, request, told=display.told, prepared=prepared, ports=ports) as run:
         watching = [asyncio.create_task(watch(run, display)) for watch in (_watch_nodes, _watch_losses)]
+        rental = None if market is None else market(run.setup)
+        if rental is not None:
+            watching.append(asyncio.create_task(replay(rental, run, RealClock())))
         try:
             while (metrics := await run.step()) is not None:
                 display.step(metrics)
@@ -88,6 +98,9 @@ async def _run(
                 task.cancel()
     if result.summary is None:
         raise result.failure()
+    if rental is not None:
+        result.summary.update(beside_ideal(rental, run, result.summary))
+        RunFolder(request.out).write("summary.json", result.summary)
     for kill in missed(run):
         display.news(f"--kill {kill!r} struck nobody: that moment did not come")
     return result.summary
@@ -108,14 +121,19 @@ async def _watch_losses(run: LocalRun, display: Display) -> None:
         display.news(told_of(await run.news()))
 
 
-def told_of(news: int | Recovered) -> str:
-    """A loss, or a recovery, as a line."""
-    if isinstance(news, int):
-        return f"node {news} is gone"
+def told_of(news: News) -> str:
+    """A loss, a newcomer, or a recovery, as a line."""
+    if isinstance(news, Lost):
+        return f"node {news.node} is gone"
+    if isinstance(news, Came):
+        return f"node {news.node} has come: it gets a copy of a stage and then its place"
     milliseconds = news.detect_ms + news.decide_ms + news.move_ms + news.redo_ms
     nodes = listed(news.lost, "node")
     again = "nothing" if not news.redone_actions else count(news.redone_actions, "action")
-    return f"step {news.step} went on without {nodes}, by {news.source}: {again} run again, {milliseconds:.0f} ms"
+    changed = " (its samples are left out: training changes)" if news.source == "drop" else ""
+    return (
+        f"step {news.step} went on without {nodes}, by {news.source}{changed}: {again} run again, {milliseconds:.0f} ms"
+    )
 
 
 def missed(run: LocalRun) -> list[str]:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
 from culm.cli import values
 from culm.cli.display import Display, console_on, display_on
 from culm.cli.failing import failing
-from culm.cli.launch import launch
+from culm.cli.launch import Market, launch
 from culm.cli.tables import ledger_table
-from culm.cluster.setup import STRATEGIES, Request, Setup
+from culm.cluster.setup import RESTARTS, STRATEGIES, Request, Restart, Setup
 from culm.errors import UsageError
 from culm.job import locate, parse
+from culm.market import read_trace
+from culm.market.trace import HOUR
 from culm.observe.folder import claim, plain, vacant
 from culm.providers.nursery import JobSource
+from culm.providers.rental import Rental, rent
 from culm.schedule import SCHEDULES
 
 Number = int | None
@@ -39,14 +42,24 @@ def run(
     seed: Annotated[Number, typer.Option(help="Replaces Job.seed.")] = None,
     out: Annotated[Words, typer.Option(metavar="DIR|URL", help="Folder for the run's files; must be empty.")] = None,
     resume: Annotated[Words, typer.Option(metavar="DIR|URL", help="Go on from the newest checkpoint there.")] = None,
-    checkpoint_every: Annotated[int, typer.Option(help="Steps between two checkpoints; 0: one at the end.")] = 0,
+    checkpoint_every: Annotated[
+        int, typer.Option(help="Steps between two; 0: one at the end, or as the strategy needs.")
+    ] = 0,
     keep_last: Annotated[int, typer.Option(help="Checkpoints to keep.")] = 2,
+    restart: Annotated[str, typer.Option(help=f"From a checkpoint: {' or '.join(RESTARTS)} processes.")] = "warm",
+    replace_within: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="A restart waits so long for nodes in place of the lost.")
+    ] = None,
+    losses: Annotated[float, typer.Option(help="Share of nodes lost an hour: auto goes by it.")] = 0.1,
     memory: Annotated[Words, typer.Option(metavar="SIZE", help="What a stage may hold, as in 16GiB.")] = None,
     profile: Annotated[Words, typer.Option(metavar="FILE", help="Cut by this profile (culm profile --out).")] = None,
     kill: Annotated[
         list[str] | None,
         typer.Option("--kill", metavar='"node=3 step=5 at=2B1"', help="SIGKILL a node at an action; repeatable."),
     ] = None,
+    trace: Annotated[Words, typer.Option(metavar="FILE", help="Nodes come and go as in this trace.")] = None,
+    speedup: Annotated[float, typer.Option(help="How much faster than it happened.")] = 1.0,
+    notice: Annotated[float, typer.Option(help="Seconds of notice before the trace takes a node; 0: none.")] = 0.0,
     ports: Annotated[Words, typer.Option(metavar="A-B", help="Ports that nodes may listen on.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Replaces Job.FIELD.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show nothing but errors and what the job prints.")] = False,
@@ -69,14 +82,18 @@ def run(
             resume=resume,
             checkpoint_every=checkpoint_every,
             keep_last=keep_last,
+            restart=cast("Restart", restart),
+            replace_within=replace_within,
+            losses=losses,
             memory=values.size(memory),
             profile=profile,
             kills=tuple(kill or ()),
         )
+        market = _market(trace, speedup, notice)
         source = JobSource(reference=file, overrides=overrides, path=tuple(sys.path))
         console = console_on(stderr=json_)
         shown = display_on(console, quiet=quiet)
-        summary = _run(source, request, shown, values.ports(ports), prints_to=2 if json_ else 1)
+        summary = _run(source, request, shown, values.ports(ports), market, prints_to=2 if json_ else 1)
         if not quiet:
             console.print(ledger_table(summary, request.out))
         if json_:
@@ -84,7 +101,13 @@ def run(
 
 
 def _run(
-    source: JobSource, request: Request, shown: Display, ports: tuple[int, int] | None, *, prints_to: int
+    source: JobSource,
+    request: Request,
+    shown: Display,
+    ports: tuple[int, int] | None,
+    market: Market | None,
+    *,
+    prints_to: int,
 ) -> dict[str, object]:
     fresh = request.out if request.out != request.resume else None
     if fresh is not None:
@@ -93,11 +116,25 @@ def _run(
     def prepared(setup: Setup) -> None:
         """All that can be refused has been looked at: now the folder may be made."""
         values.check_ports(ports, setup.nodes)
+        if market is not None:
+            shown.told(_beginning(market(setup)), 0, 0)
         if fresh is not None:
             claim(fresh)
         shown.prepared(setup)
 
-    return launch(source, request, shown, prepared=prepared, ports=ports, prints_to=prints_to)
+    return launch(source, request, shown, prepared=prepared, ports=ports, market=market, prints_to=prints_to)
+
+
+def _market(trace: str | None, speedup: float, notice_s: float) -> Market | None:
+    """What a trace does to a run, as soon as it is known how many nodes that wants."""
+    if trace is None:
+        return None
+    found = read_trace(trace)
+    return lambda setup: rent(found, setup.nodes, speedup=speedup, notice_s=notice_s)
+
+
+def _beginning(rental: Rental) -> str:
+    return f"the trace has {len(rental.first)} nodes {rental.begins_s / HOUR:.2f} h after its start: it begins there"
 
 
 def _overrides(given: list[str], **options: int | None) -> dict[str, str]:

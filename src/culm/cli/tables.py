@@ -50,6 +50,7 @@ def ledger_table(summary: Mapping[str, Any], out: str | None) -> Table:
         "samples": _samples(summary),
         "wall time": f"{summary['wall_s']:.2f} s, after {summary['start_s']:.2f} s to set the nodes up",
         "goodput": f"{summary['goodput']:.1f} samples/s",
+        **_ideal(summary),
         "final loss": "no step was run" if loss is None else f"{loss:.6g}",
         **_evaluation(summary),
         "preemptions": _preemptions(summary),
@@ -65,6 +66,7 @@ def _samples(summary: Mapping[str, Any]) -> str:
     lost, duplicated = summary["samples_lost"], summary["samples_duplicated"]
     right = summary["samples"] == summary["samples_expected"] and not lost and not duplicated
     counted = "each counted once" if right else "NOT each counted once"
+    counted += f", {summary['samples_redone']} of them run again" if summary.get("samples_redone") else ""
     return (
         f"{summary['samples']}, {counted} (expected {summary['samples_expected']}, "
         f"lost {lost}, duplicated {duplicated})"
@@ -88,6 +90,14 @@ def listed(numbers: Sequence[int], what: str) -> str:
         return f"{what} {numbers[0]}"
     *most, last = map(str, numbers)
     return f"{what}s {', '.join(most)} and {last}" if most else f"no {what}"
+
+
+def _ideal(summary: Mapping[str, Any]) -> dict[str, str]:
+    """Under a trace: how close it came to losing nothing but the nodes that were not there."""
+    if summary.get("of_ideal") is None:
+        return {}
+    share = f"{summary['capacity_share']:.0%} of the nodes there on average"
+    return {"ideal": f"{summary['ideal_goodput']:.1f} samples/s with {share}: reached {summary['of_ideal']:.1%}"}
 
 
 def _checkpoints(steps: Sequence[int]) -> str:

@@ -49,27 +49,54 @@ class Agent:
         self._leaves_in: float | None = None
         self._relieved = asyncio.Event()
         """Set when this node has notice and nothing more to give."""
+        self._life = 0
+        """How often the worker was started anew."""
+        self._renewal = asyncio.Event()
         self._worker_address: asyncio.Future[Address] = asyncio.get_running_loop().create_future()
         self._leader: Leader | None = None
 
-    async def run(self) -> None:
-        """Until the run has a result, the worker died, or the store is out of reach; then nothing of it is left.
+    async def run(self) -> bool:
+        """Until the run has a result (True), or until the worker died or the others took this node for dead (False:
+        its machine may come back as a new node). Nothing of it is left then.
 
         The node's session in the store should end right after: that is how the others hear of a node that is gone.
         """
         reading = asyncio.create_task(self._read_letters())
-        worker = asyncio.ensure_future(self._start_worker(self.transport.address))
+        worker = asyncio.ensure_future(self._keep_worker())
         following = asyncio.create_task(self._follow())
         leaving = asyncio.create_task(self._leave())
         try:
             await asyncio.wait([reading, worker, following, leaving], return_when=asyncio.FIRST_COMPLETED)
-            if following.done():
+            if following.done() and following.exception() is None:
                 await asyncio.wait([worker], timeout=_PATIENCE_S)  # it was told to stop, and may have to tidy up
             elif worker.done() and self._leader is not None and self._leader.tenure.setup.strategy == "none":
                 self._leader.inbox.put_nowait(self._leader.tenure.lost(self.node))
                 await asyncio.wait([following], timeout=_PATIENCE_S)
+            return following.done() and following.exception() is None
         finally:
             await _ended(reading, worker, following, leaving)
+
+    async def _keep_worker(self) -> None:
+        """The worker and, as often as the leader says so, another in its place. Ends when one ends by itself."""
+        while True:
+            working = asyncio.ensure_future(self._start_worker(self.transport.address))
+            tending = asyncio.ensure_future(self._tend())
+            try:
+                await asyncio.wait([working, tending], return_when=asyncio.FIRST_COMPLETED)
+                if not tending.done():
+                    return working.result()
+                tending.result()
+            finally:
+                await _ended(working, tending)
+            self._life += 1
+            self._worker_address = asyncio.get_running_loop().create_future()
+
+    async def _tend(self) -> None:
+        """Say so when a worker that was started anew is up. Ends when another is to be started."""
+        if self._life:
+            await self._join(await self._worker_address)
+        await self._renewal.wait()
+        self._renewal.clear()
 
     async def _follow(self) -> None:
         """Join, lead if nobody does, and pass on what the store says until there is a result."""
@@ -96,9 +123,8 @@ class Agent:
         await self._relieved.wait()
 
     async def _join(self, worker: Address = "") -> None:
-        record = NodeRecord(
-            self.node, self.transport.address, worker, self.fingerprint, self._leaves_in, zone=self.zone
-        )
+        seen = (self.fingerprint, self._leaves_in, self._life)
+        record = NodeRecord(self.node, self.transport.address, worker, *seen, zone=self.zone)
         await self.store.put(f"nodes/{self.node}", encode(record), session=True)
 
     async def _campaign(self, setup: Setup) -> None:
@@ -125,12 +151,12 @@ class Agent:
         return await self.store.swap("leader", None, str(self.node).encode(), session=True)
 
     async def _serve_worker(self) -> None:
-        """When it is up: say so, and pass every epoch on to it."""
-        worker = await self._worker_address
-        await self._join(worker)
+        """When it is up: say so, and pass every epoch on to it, or to the one in its place. An epoch that is there
+        before a new worker is was meant for the one before."""
+        await self._join(await self._worker_address)
         async for _, value in self.store.watch("epoch"):
-            if value is not None:
-                self.transport.post(worker, value)
+            if value is not None and self._worker_address.done():
+                self.transport.post(self._worker_address.result(), value)
 
     async def _await_result(self) -> None:
         async with aclosing(self.store.watch("result")) as results:
@@ -154,6 +180,9 @@ class Agent:
                 self._worker_address.set_result(message.address)
         elif isinstance(message, letters.Stop):
             self._relieved.set()
+        elif isinstance(message, letters.Renew):
+            if message.life == self._life:
+                self._renewal.set()
         elif self._leader is not None:
             self._leader.inbox.put_nowait(message)
 

@@ -70,7 +70,7 @@ class Growth:
         """A step is about to be committed, so nobody has begun the one after the next yet: if another shape is wanted,
         nobody shall."""
         tenure = self.tenure
-        if self.intent is not None or tenure.epoch is None or step + 2 >= tenure.setup.steps or not tenure.setup.layers:
+        if self.intent is not None or tenure.epoch is None or step + 2 >= tenure.setup.steps or not self._able:
             return
         asked = self._asked()
         wanted = asked or await tenure.clock.aside(self._decided, step)
@@ -79,6 +79,11 @@ class Growth:
         self.intent = Intent(*wanted, before=step + 2, asked=asked is not None)
         tenure.tell(letters.Drain(tenure.number, self.intent.before))
         tenure.event("drain", step=self.intent.before, layout=written(self.intent.depths), why=self.intent.why)
+
+    @property
+    def _able(self) -> bool:
+        """Whether the strategy lives on what peers and shadows hold: the others have reasons of their own to change."""
+        return self.tenure.setup.strategy in (*SHADOWING, "reroute", "templates") and bool(self.tenure.setup.layers)
 
     @property
     def due(self) -> bool:
@@ -118,7 +123,7 @@ class Growth:
             self._judged, self._known, self._since = False, there, step
         at_odds = tenure.roll.empty(epoch) or tenure.roll.waiting(epoch)
         follows = {member.node for member in epoch.alive} - tenure.roll.crew
-        busy = follows or tenure.roll.leaving or step < self._since + QUIET or not tenure.toll.pace_s
+        busy = follows or tenure.roll.leaving or step < self._since + QUIET or not tenure.toll.lately_s
         if self._judged or not at_odds or busy:
             return None
         self._judged = True
@@ -177,14 +182,14 @@ class Growth:
         """What the offers are worth: predicted, in proportion to what steps take now."""
         tenure, toll = self.tenure, self.tenure.toll
         running = step_s(self.model, _shape(epoch, tenure), Plan.from_text(epoch.plan))
-        scale = toll.pace_s / running if running else 1.0
+        scale = toll.lately_s / running if running else 1.0
         steps = {layout: scale * self._time(layout) for layout in offers if not layout.holes}
-        steps[state.layout] = toll.pace_s
-        left_s = (tenure.setup.steps - tenure.ledger.next_step) * toll.pace_s
+        steps[state.layout] = toll.lately_s
+        left_s = (tenure.setup.steps - tenure.ledger.next_step) * toll.lately_s
         calm_s = (now - tenure.began) / len(tenure.roll.gone) if tenure.roll.gone else math.inf
         state_s = sum(layer.resident_bytes for layer in self.model.layers) / BANDWIDTH
         move_s = state_s if toll.moved_s is None else toll.moved_s
-        return Outlook(steps=steps, next_event=now + min(left_s, calm_s), move_s=move_s + toll.pace_s / 2)
+        return Outlook(steps=steps, next_event=now + min(left_s, calm_s), move_s=move_s + toll.lately_s / 2)
 
     def _time(self, layout: Layout) -> float:
         depths = tuple(sorted(layout.depths, reverse=True))
@@ -204,7 +209,7 @@ class Growth:
         """The epoch of another shape, where one is due: it was intended and nothing is open or, under `templates`,
         somebody was lost. None: go on in this shape."""
         intent, scene = self._taken(), self._scene(halting, old)
-        if scene.homeless or not scene.setup.layers:
+        if scene.homeless or not self._able:
             return None
         if halting.lost:
             return self._instantiate(scene) if scene.setup.strategy == "templates" else None
@@ -224,7 +229,7 @@ class Growth:
         """A shape was left half-way: some stage has no holder, but every layer has. None: no, it has not."""
         self._taken()
         scene = self._scene(halting, old)
-        return None if scene.homeless or not scene.setup.layers else self._instantiate(scene)
+        return None if scene.homeless or not self._able else self._instantiate(scene)
 
     def _scene(self, halting: Halting, old: Epoch) -> Scene:
         tenure = self.tenure

@@ -17,7 +17,7 @@ from culm.cluster.setup import Result, decode_node, encode
 from culm.cluster.store import Change
 from culm.cluster.summary import slot_label, speed, summarise
 from culm.cluster.tenure import Tenure
-from culm.cluster.turnover import Doubt, Stall, Turnover
+from culm.cluster.turnover import Doubt, Lull, Stall, Turnover
 from culm.errors import CulmError, NodeLost, RunError
 from culm.job import STOP
 from culm.observe.folder import perfetto
@@ -51,7 +51,7 @@ class Leader:
         heir: bool = False,
         relieved: asyncio.Event | None = None,
     ) -> None:
-        self.inbox: asyncio.Queue[letters.Message | Change | CulmError | Doubt | Stall] = asyncio.Queue()
+        self.inbox: asyncio.Queue[letters.Message | Change | CulmError | Doubt | Stall | Lull] = asyncio.Queue()
         self.tenure = Tenure(job, setup, node, transport, clock, store)
         self.turnover = Turnover(self.tenure, self.inbox.put_nowait, relieved)
         self._heir = heir
@@ -63,7 +63,7 @@ class Leader:
         tenure.aside(self._watch("wish/"))
         if tenure.setup.gate == "outside":
             tenure.aside(self._watch("gate/"))
-        if tenure.setup.strategy != "none":
+        if tenure.setup.survives:
             tenure.aside(self.turnover.watch_progress())
         try:
             result = await self._result()
@@ -94,9 +94,9 @@ class Leader:
         return self._leave()
 
     async def _begin(self) -> None:
-        if self._heir:
-            raise NodeLost("the node that led vanished before the first step: start the run again")
         tenure, setup = self.tenure, self.tenure.setup
+        if self._heir and not tenure.roll.gone:  # who had notice has left word
+            raise NodeLost("the node that led vanished before the first step: start the run again")
         tenure.folder.open()
         tenure.event("run_started", nodes=setup.nodes, why=setup.why, steps=setup.steps)
         if setup.start >= setup.steps:
@@ -135,6 +135,7 @@ class Leader:
             "preemptions": len(tenure.roll.gone),
             "recoveries": [msgspec.to_builtins(recovered) for recovered in tenure.toll.recoveries],
             "at_risk_s": tenure.toll.at_risk_s,
+            "samples_redone": ledger.redone,
         }
         tenure.event("finished", steps=ledger.steps, samples=ledger.samples)
         tenure.folder.write("summary.json", summary)
@@ -154,18 +155,20 @@ class Leader:
         except RunError as error:
             self.inbox.put_nowait(error)
 
-    async def _heed(self, message: letters.Message | Change | CulmError | Doubt | Stall) -> None:
+    async def _heed(self, message: letters.Message | Change | CulmError | Doubt | Stall | Lull) -> None:
         match message:
             case CulmError():
                 raise message
             case Change(key, value):
                 await self._news(key, value)
             case Doubt():
-                if self.tenure.setup.strategy == "none":
+                if not self.tenure.setup.survives:
                     raise _error(message.message)
                 self.turnover.resolve(message)
             case Stall():
                 self.turnover.wake(message)
+            case Lull():
+                await self.turnover.waited(message)
             case letters.Failed(kind="NodeLost"):
                 self.turnover.suspect(message)
             case letters.Failed():
@@ -184,6 +187,8 @@ class Leader:
                 self.turnover.beat(message)
             case letters.Level():
                 self.turnover.level(message)
+            case letters.Inherited():
+                self.turnover.inherited(message)
             case letters.StepReport() | letters.EvaluationReport():
                 for done in self.tenure.ledger.note(message) if self._current(message) else ():
                     await self._committed(done)
@@ -241,15 +246,14 @@ class Leader:
         if stopped:
             tenure.event("stopped", step=done.step, why="on_step returned STOP")
         tenure.finish = done.step + 1 if ends else tenure.finish
-        kept = tenure.epoch is not None and tenure.epoch.kept
-        if kept:
+        if tenure.setup.survives:
             await self._commit(done.step)
         await tenure.store.put("step", msgspec.msgpack.encode(metrics))
         if ends:
             tenure.end_before(done.step + 1)
         elif tenure.setup.gate == "hook":
             tenure.permit(done.step + 2)
-        if kept:
+        if tenure.setup.keeps:
             self.turnover.grow()
 
     async def _commit(self, step: int) -> None:
@@ -290,6 +294,8 @@ class Leader:
         if size is not None:
             tenure.event("checkpoint", step=report.step, bytes=size)
             await tenure.clock.aside(tenure.folder.sync)
+            if not tenure.setup.keeps:
+                self.turnover.grow()
 
 
 def _error(message: letters.Failed) -> CulmError:

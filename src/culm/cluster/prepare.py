@@ -9,26 +9,22 @@ from typing import TYPE_CHECKING
 from culm.checkpoint import Catalog, Manifest, Storage
 from culm.cluster.blows import Kill
 from culm.cluster.setup import Request, Setup
+from culm.cluster.strategy import Terms, settle
 from culm.errors import CheckpointError, PlanError, UsageError
 from culm.plan.choose import choose
-from culm.plan.layout import SHADOWING
 from culm.plan.partition import count, partition, spans
-from culm.plan.period import period
 from culm.plan.profile import Profile
 from culm.plan.relayout import activations, segment_costs
 from culm.runtime.blueprint import Blueprint, probe
 from culm.runtime.data import evaluation_batches
 from culm.runtime.fingerprint import fingerprint
 from culm.runtime.measure import Told, measure
-from culm.schedule import Costs, Plan, forward_only, generate, timing
+from culm.schedule import Plan, forward_only, generate
 
 if TYPE_CHECKING:
     from culm.job import Job
 
 __all__ = ["Request", "look", "prepare"]
-
-_BUBBLE = 0.02
-"""With less of the time idle than this there is nothing to run forwards in."""
 
 
 def prepare(job: Job, request: Request, *, progress: Told = lambda *_: None) -> Setup:
@@ -46,15 +42,15 @@ def prepare(job: Job, request: Request, *, progress: Told = lambda *_: None) -> 
     facts = _facts(job)
     if manifest is not None:
         _check_facts(manifest, facts)
-    strategy, eager, reason = choose_strategy(job, request.strategy, plan, profile, cuts)
-    why += f"; {reason}"
+    settled = settle(request, Terms(plan, profile, cuts, _joint(job)))
+    why += f"; {settled.why}"
     why += "".join(f"; checkpoint {step} was passed over: {reason}" for step, reason in rejected)
     return Setup(
         nodes=pipelines * stages,
         pipelines=pipelines,
         stages=stages,
         schedule=request.schedule,
-        strategy=strategy,
+        strategy=settled.strategy,
         segments=tuple((r.start, r.stop) for r in spans(cuts, len(job.layers))),
         plan=plan.to_text(),
         evaluation=_evaluation(job, pipelines, stages, ranges),
@@ -63,17 +59,19 @@ def prepare(job: Job, request: Request, *, progress: Told = lambda *_: None) -> 
         steps=job.steps,
         start=manifest.step if manifest is not None else 0,
         gate=request.gate or ("hook" if job.on_step is not None else "open"),
-        checkpoint_every=request.checkpoint_every,
+        checkpoint_every=settled.checkpoint_every,
         keep_last=request.keep_last,
         out=request.out,
         resume=manifest.step if manifest is not None else None,
         resume_from=_checkpoints(request.resume) if request.resume else None,
         facts=facts,
         suspect_after=request.suspect_after,
-        eager=eager,
+        restart=request.restart,
+        replace_within=request.suspect_after if request.replace_within is None else request.replace_within,
+        eager=settled.eager,
         joint=_joint(job),
         costs=segment_costs(profile.layers, cuts),
-        activations=activations(request.memory, profile.layers, cuts, plan) if strategy != "none" else None,
+        activations=activations(request.memory, profile.layers, cuts, plan) if settled.strategy != "none" else None,
         layers=profile.layers,
         memory=request.memory,
         reconfigure=request.reconfigure,
@@ -85,38 +83,6 @@ def prepare(job: Job, request: Request, *, progress: Told = lambda *_: None) -> 
 def _kills(job: Job, request: Request, plan: Plan, start: int) -> tuple[str, ...]:
     kills = [Kill.parse(kill) for kill in request.kills]
     return tuple(kill.settled(plan, steps=job.steps, start=start, seed=job.seed).text for kill in kills)
-
-
-def choose_strategy(job: Job, asked: str, plan: Plan, profile: Profile, cuts: tuple[int, ...]) -> tuple[str, bool, str]:
-    """(strategy, whether shadows run ahead, why). Raises UsageError for one that the shape does not allow."""
-    D, P = plan.pipelines, plan.stages
-    if asked in ("reroute", "templates") and D == 1:
-        raise UsageError(f"--strategy {asked} needs peers, and there is 1 pipeline: use --pipelines 2, or shadow")
-    if asked in SHADOWING and P == 1:
-        raise UsageError(f"--strategy {asked} needs a predecessor, and there is 1 stage: use --stages 2, or reroute")
-    strategy, why = asked, f"strategy {asked}, as asked"
-    if asked == "auto" and D > 1:
-        strategy, why = "reroute", "strategy reroute: peers hold every layer, and nothing has to be done ahead"
-    elif asked == "auto" and P > 1:
-        strategy, why = "shadow", "strategy shadow: with one pipeline nobody else would hold a lost node's layers"
-    elif asked == "auto":
-        strategy, why = "none", "strategy none: on one node there is nobody to go on"
-    if strategy != "shadow":
-        return strategy, False, why
-    idle = _idle(plan, profile, cuts, joint=_joint(job))
-    if idle < _BUBBLE:
-        return strategy, False, f"{why}; {plan.name} leaves {idle:.1%} of the time idle, so eager becomes lazy"
-    return strategy, True, f"{why}; replicas run forward in the bubbles, {idle:.0%} of the time"
-
-
-def _idle(plan: Plan, profile: Profile, cuts: tuple[int, ...], *, joint: bool) -> float:
-    """The share of a step in which workers wait: under the staggered optimizer, unless all stages end it together."""
-    forward, inputs, weight = zip(*segment_costs(profile.layers, cuts), strict=True)
-    costs = Costs(forward=forward, input=inputs, weight=weight)
-    timeline = timing(plan, costs)
-    if joint or plan.segments != plan.stages:
-        return timeline.bubble
-    return max(0.0, 1.0 - sum(timeline.busy) / (len(timeline.busy) * period(plan, costs)))
 
 
 def _joint(job: Job) -> bool:

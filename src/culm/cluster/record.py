@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from culm.cluster.recovered import Recovered
-from culm.observe.ledger import CommittedStep
+from culm.observe.ledger import CommittedStep, Run
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +26,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """Nodes that were lost."""
     recoveries: tuple[Recovered, ...]
     at_risk_s: float
+    redone: int = 0
+    runs: tuple[Run, ...] = ()
     finish: int | None = None
     """The step before which the run ends, once that is decided."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,10 +17,16 @@ from culm.plan.place import Floor, place, whole_step
 from culm.plan.recover import Recovery, Scene, recover
 from culm.runtime.epoch import Epoch, Member, Shadow
 from culm.schedule import UNIT, Costs, Kind, Plan
+from culm.schedule.timing import timing
 
 NOBODY: Mapping[int, Member] = {}
 NOWHERE: Mapping[int, str] = {}
 """Nodes that do not say what zone they are in."""
+_HOW = {
+    "peers": "peers run its micro-batches",
+    "shadow": "who kept a copy of its layers stands in",
+    "drop": "its pipeline rests and the samples of that are dropped until it is whole again, which changes training",
+}
 
 
 @dataclass(frozen=True)
@@ -39,9 +46,10 @@ def first_shadows(setup: Setup) -> tuple[Shadow, ...]:
     return tuple(Shadow(r.stage, r.slot, r.source) for r in first_layout(plan, setup.strategy))
 
 
-def first_epoch(setup: Setup, leader: str, members: tuple[Member, ...], storage: str | None, beat_s: float) -> Epoch:
+def first_epoch(
+    setup: Setup, leader: str, members: tuple[Member | None, ...], storage: str | None, beat_s: float
+) -> Epoch:
     """What everyone trains under until something happens."""
-    kept = setup.strategy != "none"
     return Epoch(
         number=1,
         leader=leader,
@@ -56,10 +64,10 @@ def first_epoch(setup: Setup, leader: str, members: tuple[Member, ...], storage:
         storage=storage,
         resume=setup.resume,
         resume_from=setup.resume_from,
-        kept=kept,
+        kept=setup.keeps,
         shadows=first_shadows(setup),
         eager=setup.eager,
-        beat_s=beat_s if kept else 0.0,
+        beat_s=beat_s if setup.survives else 0.0,
         committed=setup.start,
     )
 
@@ -113,6 +121,7 @@ def restart(
         resume=None if saved is None else step,
         resume_from=saved,
         shadows=tuple(Shadow(r.stage, r.slot, r.source) for r in layout.replicas if not r.fresh),
+        dropped=layout.dropped,
         leaving=(),
         recovery=Recovery(),
         moves=(),
@@ -135,19 +144,22 @@ def regroup(
     arrivals: Mapping[int, Member] = NOBODY,
     leaving: Collection[int] = (),
     zones: Mapping[int, str] = NOWHERE,
+    patience: float = math.inf,
 ) -> Regrouped:
     """The epoch in which the survivors, by slot, complete the open steps and then go on. Every stage has a holder.
 
     Workers in `moving` have a copy of another stage by now: they complete what is open where they were, and then leave
     their own stage for that one. Who arrives gets a copy of a stage that misses a worker, to run it when level.
-    Who is leaving ends what it has begun and hands over what it has; it stays on only where others would lack a stage.
+    Who is leaving ends what it has begun, so far as its patience (in steps) allows, and hands over what it has; it
+    stays on only where others would lack a stage.
     """
     standings = {**standings, **{slot: Standing() for slot in arrivals}}
     members = _members(old, standings, arrivals)
     world = replace(world_of(setup, standings, committed, old, plans), zones=_by_slot(members, zones))
+    going = _dispensable(_left(world, moving), leaving)
+    world = _without(world, going, leaving)
     now = arrange_around(world)
-    after, going = _without(_left(world, moving), leaving)
-    layout = arrange_around(after) if moving or leaving else now
+    layout = arrange_around(_left(world, moving)) if moving else now
     full = world.plan
     scene = Scene(
         stages=full.stages,
@@ -159,8 +171,10 @@ def regroup(
         split=any(action.kind is Kind.W for row in layout.plan.workers for action in row),
         joint=setup.joint,
         costs=world.costs,
-        home=layout.home if going else now.home,
+        home=now.home,
         leaving=going,
+        patience=patience * timing(full, world.costs).makespan if going else math.inf,
+        dropped=left_out(old, standings, committed, now.dropped),
     )
     kept = {slot: _pruned(slot, standing, (now, layout)) for slot, standing in standings.items()}
     recovery = recover(scene, kept)
@@ -177,12 +191,24 @@ def regroup(
         resume=None,
         resume_from=None,
         shadows=tuple(Shadow(r.stage, r.slot, r.source, r.fresh, r.moves) for r in layout.replicas),
+        dropped=layout.dropped,
         leaving=tuple(going),
         recovery=recovery,
         moves=(),
         until=None,
     )
     return Regrouped(epoch, layout, _why(old, members, layout, going), layout.source)
+
+
+def left_out(
+    old: Epoch, standings: Mapping[int, Standing], committed: int, dropped: tuple[int, ...]
+) -> dict[int, tuple[int, ...]]:
+    """By open step: the micro-batches that are left out of it. A step of which nothing is added up yet drops what the
+    next epoch does. In any other some layer may have stepped with all that it was begun with, and so must the rest."""
+    summed = {step for standing in standings.values() for step, _ in standing.sums}
+    newest = max((v for standing in standings.values() for v in standing.versions.values()), default=committed)
+    open_steps = range(committed, newest + 1)
+    return {step: old.drops(step) if step in summed or step < newest else dropped for step in open_steps}
 
 
 def seats(
@@ -254,15 +280,19 @@ def _left(world: World, moving: Collection[int]) -> World:
     return replace(world, held=held)
 
 
-def _without(world: World, leaving: Collection[int]) -> tuple[World, list[int]]:
-    """The world after workers have gone, and which: whoever has the only copy of a stage has to stay a while."""
+def _dispensable(world: World, leaving: Collection[int]) -> list[int]:
+    """Who of those that want to leave can go: whoever has the only copy of a stage has to stay a while."""
     going: list[int] = []
     for slot in sorted(leaving):
-        left = replace(world, held={other: held for other, held in world.held.items() if other != slot})
-        if not orphaned(left):
-            world = left
+        if not orphaned(_without(world, [*going, slot], leaving)):
             going.append(slot)
-    return replace(world, leaving=frozenset(leaving) - set(going)), going
+    return going
+
+
+def _without(world: World, going: Collection[int], leaving: Collection[int]) -> World:
+    """The world after some workers have gone; others that want to can not yet."""
+    held = {slot: stages for slot, stages in world.held.items() if slot not in going}
+    return replace(world, held=held, leaving=frozenset(leaving) - set(going))
 
 
 def _held(standings: Mapping[int, Standing], committed: int) -> dict[int, frozenset[int]]:
@@ -322,7 +352,7 @@ def _why(old: Epoch, members: tuple[Member | None, ...], layout: Layout, going: 
     if not gone:
         return "nobody is lost: what was on its way is sent again"
     nodes = f"node {gone[0]} is" if len(gone) == 1 else f"nodes {', '.join(map(str, gone))} are"
-    how = {"peers": "peers run its micro-batches", "shadow": "who kept a copy of its layers stands in"}[layout.source]
+    how = _HOW[layout.source]
     fresh = [
         f"stage {r.stage} to slot {r.slot}"
         for r in layout.replicas

@@ -140,6 +140,7 @@ def relayout(scene: Scene, depths: Depths, why: str) -> Regrouped:
         resume=None,
         resume_from=None,
         shadows=_shadows(setup.strategy, plan, layout),
+        dropped=(),
         leaving=(),
         recovery=Recovery(redone=given_up(scene.standings, scene.step)),
         shape=shape,

@@ -16,8 +16,8 @@ class Roll:
         self.nodes: dict[int, NodeRecord] = {}
         self.gone: set[int] = set()
         """Nodes that were lost, or have gone after a notice."""
-        self.leaving: set[int] = set()
-        """Members that have notice and are still there."""
+        self.leaving: dict[int, float] = {}
+        """Members that have notice and are still there: when each may vanish."""
         self.posts: set[int] = set()
         """The slots that a worker is wanted for; pipelines of fewer workers than stages have others, too."""
         self.crew: set[int] = set()
@@ -57,11 +57,16 @@ class Roll:
         """The members that are not gone."""
         return [member for member in epoch.alive if member.node not in self.gone]
 
+    def member(self, node: int) -> Member:
+        """A node that is there, as an epoch has it."""
+        record = self.nodes[node]
+        return Member(node, record.worker, record.life)
+
     def strike(self, nodes: Iterable[int]) -> None:
         """Nodes that are not there any more."""
         for node in nodes:
             self.nodes.pop(node, None)
-            self.leaving.discard(node)
+            self.leaving.pop(node, None)
 
     def empty(self, epoch: Epoch) -> bool:
         """Whether a post has nobody."""
@@ -72,7 +77,7 @@ class Roll:
         """The nodes that could come in and have no slot, in the order of their numbers."""
         known = [record for record in self.nodes.values() if record.leaves_in is None and record.node not in self.gone]
         idle = [record for record in known if epoch.slot_of(record.node) is None]
-        return [Member(record.node, record.worker) for record in sorted(idle, key=lambda record: record.node)]
+        return [self.member(record.node) for record in sorted(idle, key=lambda record: record.node)]
 
     @property
     def zones(self) -> dict[int, str]:
@@ -80,7 +85,7 @@ class Roll:
         return {record.node: record.zone for record in self.nodes.values() if record.zone}
 
     def all_leave(self, epoch: Epoch) -> bool:
-        return self.leaving >= {member.node for member in self.staying(epoch)}
+        return self.leaving.keys() >= {member.node for member in self.staying(epoch)}
 
     def differs(self, record: NodeRecord) -> str | None:
         """How a node computes otherwise than those that are there, in words; None: it does not."""

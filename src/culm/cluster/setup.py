@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -17,11 +18,15 @@ from culm.plan.profile import LayerCost
 from culm.plan.reconfigure import POLICIES
 from culm.schedule import SCHEDULES
 
-STRATEGIES = ("auto", "none", "shadow", "shadow-lazy", "reroute", "templates")
+STRATEGIES = ("auto", "none", "checkpoint", "drop", "shadow", "shadow-lazy", "reroute", "migrate", "templates")
 """What this version has. `auto` is the cheapest of the others that the shape allows."""
 
 Gate: TypeAlias = Literal["open", "hook", "outside"]
 """Who lets the next step begin: nobody, the leader after the job's on_step hook, or the launcher (the key `permit`)."""
+
+Restart: TypeAlias = Literal["warm", "cold"]
+"""How everyone begins again from a checkpoint: processes stay and read the state anew, or new ones are started."""
+RESTARTS: tuple[Restart, ...] = ("warm", "cold")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +50,11 @@ class Request:
     """The layers at which segments 1, 2, ... begin; None: cut so that the slowest stage is as fast as possible."""
     gate: Gate | None = None
     suspect_after: float = 5.0
+    losses: float = 0.1
+    """The share of nodes that is expected to be lost an hour: what `auto` and the checkpoint interval go by."""
+    restart: Restart = "warm"
+    replace_within: float | None = None
+    """Seconds that a restart from a checkpoint waits for nodes in place of the lost; None: as long as a silent one."""
     reconfigure: str = "cost"
     """When other shapes are made of the nodes: by what it gains (cost), by Bamboo's rule (bamboo), or never."""
     kills: tuple[str, ...] = ()
@@ -54,10 +64,15 @@ class Request:
         _known("schedule", self.schedule, SCHEDULES)
         _known("strategy", self.strategy, STRATEGIES)
         _known("reconfigure", self.reconfigure, POLICIES)
+        _known("restart", self.restart, RESTARTS)
         for field in ("pipelines", "stages", "nodes", "keep_last", "memory"):
             _at_least(1, field, getattr(self, field))
         _at_least(0, "checkpoint_every", self.checkpoint_every)
         derive(self.suspect_after)
+        if not 0 <= self.losses < math.inf:
+            raise UsageError(f"--losses is {self.losses:g}: use the share of nodes lost an hour, as in 0.1")
+        if self.replace_within is not None and not 0 <= self.replace_within < math.inf:
+            raise UsageError(f"--replace-within is {self.replace_within:g}: use a number of seconds, 0 or more")
         for kill in self.kills:
             Kill.parse(kill)
         if self.checkpoint_every and self.out is None:
@@ -101,6 +116,9 @@ class Setup(msgspec.Struct, frozen=True):
     facts: dict[str, str | int | float | bool | list[list[str]] | None] = {}
     suspect_after: float = 5.0
     """Seconds after which a silent machine is taken for dead; every other timeout follows from it."""
+    restart: Restart = "warm"
+    replace_within: float = 5.0
+    """Seconds that a restart from a checkpoint waits for nodes in place of the lost."""
     eager: bool = False
     """Whether shadows run forwards ahead."""
     joint: bool = False
@@ -120,6 +138,22 @@ class Setup(msgspec.Struct, frozen=True):
     why: str = ""
     """Why this shape: one sentence."""
 
+    @property
+    def survives(self) -> bool:
+        """Whether the run is to go on when a node is lost."""
+        return self.strategy != "none"
+
+    @property
+    def renews(self) -> bool:
+        """Whether workers may be ended and started anew."""
+        return self.restart == "cold" and self.strategy in ("checkpoint", "migrate")
+
+    @property
+    def keeps(self) -> bool:
+        """Whether workers keep what actions made until the step commits: nobody asks for it where every loss goes back
+        to a checkpoint."""
+        return self.strategy not in ("none", "checkpoint")
+
 
 class NodeRecord(msgspec.Struct, frozen=True):
     """What an agent says of its node under `nodes/<number>`."""
@@ -130,6 +164,8 @@ class NodeRecord(msgspec.Struct, frozen=True):
     fingerprint: str
     leaves_in: float | None = None
     """Seconds of a spot notice: the machine goes."""
+    life: int = 0
+    """How often its worker was started anew."""
     zone: str = ""
     """Where the machine is: machines of a zone are often lost together. "": nobody said."""
 

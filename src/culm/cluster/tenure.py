@@ -87,6 +87,8 @@ class Tenure:
         """Whether somebody led before: then go on from what the store knows."""
         epoch, record = await self.store.get("epoch"), await self.store.get("record")
         if epoch is None:
+            if record is not None:
+                self._remember(decode_record(record))
             return False
         found = letters.decode(epoch)
         assert isinstance(found, Epoch)
@@ -99,7 +101,9 @@ class Tenure:
             known = await self.store.get(f"nodes/{member.node}")
             if known is not None:
                 self.roll.nodes[member.node] = decode_node(known)
-        self.roll.leaving = {node for node, record in self.roll.nodes.items() if record.leaves_in is not None}
+        notices = {node: there.leaves_in for node, there in self.roll.nodes.items()}
+        now = self.clock.now()
+        self.roll.leaving = {node: now + seconds for node, seconds in notices.items() if seconds is not None}
         return True
 
     def _remember(self, record: Record) -> None:
@@ -107,6 +111,7 @@ class Tenure:
         self.began, self.first_step_at = record.began, record.first_step_at
         ledger.next_step, ledger.steps, ledger.samples = record.next_step, record.steps, record.samples
         ledger.lost, ledger.duplicated, ledger.skipped = record.lost, record.duplicated, record.skipped
+        ledger.redone, ledger.runs = record.redone, list(record.runs)
         ledger.last, ledger.evaluations = record.last, dict(record.evaluations)
         self.saves.complete, self.roll.gone = list(record.checkpoints), set(record.gone)
         self.toll.recoveries, self.toll.at_risk_s = list(record.recoveries), record.at_risk_s
@@ -124,6 +129,8 @@ class Tenure:
             lost=ledger.lost,
             duplicated=ledger.duplicated,
             skipped=ledger.skipped,
+            redone=ledger.redone,
+            runs=tuple(ledger.runs),
             last=ledger.last,
             evaluations=ledger.evaluations,
             checkpoints=tuple(self.saves.complete),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from culm.cluster.recovered import Recovered
+from culm.schedule import Plan
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -28,6 +29,12 @@ class Halting:
     began: float
     detect_s: float
     """What it took to find out."""
+    committed: int
+    """Steps below this number were committed when it began."""
+    waits: bool = False
+    """Whether nodes are waited for, in place of the lost."""
+    waited: bool = False
+    """They were waited for long enough."""
     standings: dict[int, Standing] = field(default_factory=dict)
 
     @property
@@ -42,11 +49,30 @@ class Recovering:
     halting: Halting
     decided_at: float
     made: Regrouped
+    again: int = 0
+    """Steps that were committed and are run once more, from a checkpoint on."""
     ready_at: float | None = None
+    lost: set[int] = field(default_factory=set)
+    """Whose loss this makes good; others' too, where their recovery was broken off."""
+    left: set[int] = field(default_factory=set)
+    """Who had notice, and has gone meanwhile."""
+    heirs: set[int] = field(default_factory=set)
+    """Who has all that those with notice had for it."""
 
     @property
-    def again(self) -> bool:
-        """Whether what was open is given up, and run again in another shape."""
+    def last(self) -> int:
+        """The step with which the loss is made good: all that was there, or open, is there again."""
+        return self.halting.committed - 1 if self.again else self.made.epoch.start - 1 + self.anew
+
+    @property
+    def redone(self) -> int:
+        """Actions that were done before."""
+        epoch = self.made.epoch
+        return epoch.recovery.redone + self.again * len(Plan.from_text(epoch.plan).placement())
+
+    @property
+    def anew(self) -> bool:
+        """Whether a step that was open is given up, and run in another shape."""
         return self.made.epoch.reshapes and bool(self.halting.lost)
 
 
@@ -85,7 +111,7 @@ class Toll:
         return now - since
 
     @property
-    def pace_s(self) -> float:
+    def lately_s(self) -> float:
         """How long a step takes in this epoch, as a rule; 0 before anything is known."""
         return statistics.median(self._lately) if self._lately else 0.0
 
@@ -110,26 +136,34 @@ class Toll:
             self._lately = [*self._lately[-31:], now - self._before_loss]
         self._before_loss = now
 
-    def recovered(self, recovering: Recovering, lost: Collection[int]) -> Recovered:
+    @property
+    def pace_s(self) -> float | None:
+        """Seconds that a step takes as a rule; None: nobody knows yet."""
+        return statistics.median(self._pace) if self._pace else None
+
+    def recovered(self, recovering: Recovering) -> Recovered:
         """The last of the steps that were open is committed: the loss is made good."""
         halting, epoch, now = recovering.halting, recovering.made.epoch, self._clock.now()
         decide = recovering.decided_at - halting.began
         move = (recovering.ready_at or now) - recovering.decided_at
         found = Recovered(
-            step=max(epoch.committed, epoch.start - 1),
-            lost=tuple(sorted(lost)),
+            step=max(halting.committed, epoch.start - 1),
+            lost=tuple(sorted({*recovering.lost, *recovering.left})),
             detect_ms=1e3 * halting.detect_s,
             decide_ms=1e3 * decide,
             move_ms=1e3 * move,
-            redo_ms=1e3 * max(0.0, self._late(len(epoch.recovery.steps) or 1) - halting.detect_s - decide - move),
-            redone_actions=epoch.recovery.redone,
-            source=recovering.made.source if halting.lost else "notice",
+            redo_ms=1e3 * max(0.0, self._late(recovering) - halting.detect_s - decide - move),
+            redone_actions=recovering.redone,
+            source=recovering.made.source if recovering.lost else "notice",
         )
         self.recoveries.append(found)
         return found
 
-    def _late(self, steps: int) -> float:
-        """How many seconds later than usual the last steps were committed."""
-        if not self._pace or self._before_loss is None:
-            return 0.0
-        return self._clock.now() - self._before_loss - steps * statistics.median(self._pace)
+    def _late(self, recovering: Recovering) -> float:
+        """How many seconds later than usual the last steps were committed. Whoever has just begun to lead knows no
+        pace, but steps that were run again were late from the first to the last."""
+        halting, now = recovering.halting, self._clock.now()
+        steps = len(recovering.made.epoch.recovery.steps) + recovering.anew
+        if self._before_loss is not None and (self.pace_s is not None or not steps):
+            return now - self._before_loss - steps * (self.pace_s or 0.0)
+        return now - halting.began + halting.detect_s if recovering.again else 0.0

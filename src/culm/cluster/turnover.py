@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from culm.cluster.baselines import back_to, more_pipelines, rewinds
 from culm.cluster.growth import Growth
 from culm.cluster.regroup import Regrouped, first_epoch, homeless, protected, regroup, restart, seats, world_of
 from culm.cluster.relayout import shape_now
@@ -41,12 +43,21 @@ class Stall:
     epoch: int
 
 
+@dataclass
+class Lull:
+    """Look again whether the next epoch can begin."""
+
+    epoch: int
+    over: bool = True
+    """Nodes have been waited for, in place of the lost, for as long as one may."""
+
+
 class Turnover:
     """Ends epochs and makes new ones. A loss, a notice, a newcomer or a silence begins a halt: everyone who is left
     leaves the epoch and reports; when all have, the next is decided and published."""
 
     def __init__(
-        self, tenure: Tenure, remind: Callable[[Doubt | Stall], None], relieved: asyncio.Event | None = None
+        self, tenure: Tenure, remind: Callable[[Doubt | Stall | Lull], None], relieved: asyncio.Event | None = None
     ) -> None:
         self.tenure, self._remind = tenure, remind
         self.growth = Growth(tenure)
@@ -64,10 +75,10 @@ class Turnover:
     async def joined(self, record: NodeRecord) -> None:
         """An agent is up, and then its worker; when all are, the first epoch begins. Later it waits for a slot."""
         tenure, roll = self.tenure, self.tenure.roll
-        if not record.worker:
-            return
         if record.leaves_in is not None:
             await self._drain(record, record.leaves_in)
+            return
+        if not record.worker:
             return
         outside = tenure.epoch is not None and tenure.epoch.slot_of(record.node) is None
         differs = roll.differs(record) if tenure.job.exact and outside else None
@@ -75,34 +86,50 @@ class Turnover:
             tenure.event("refused", node=record.node, why=differs)
             return
         roll.nodes[record.node] = record
-        tenure.event("node_joined", node=record.node)
-        if len(roll.nodes) == tenure.setup.nodes and tenure.epoch is None:
+        tenure.event("node_joined" if not record.life else "worker_renewed", node=record.node)
+        self._note_renewed(record.node)
+        await self._open_if_complete()
+
+    async def _open_if_complete(self) -> None:
+        """The run begins when all nodes are there, but for those that came and had to go again."""
+        roll = self.tenure.roll
+        if self.tenure.epoch is None and len(roll.nodes) + len(roll.gone) >= self.tenure.setup.nodes:
+            if not roll.nodes:
+                raise self.tenure.all_left()
             await self._open()
+        await self._proceed()
 
     async def _open(self) -> None:
         """The first epoch: the first D x P nodes by number fill the slots, so that holders of a layer are in different
-        zones where there are any."""
+        zones where there are any; the last slots may have nobody."""
         tenure, setup, roll = self.tenure, self.tenure.setup, self.tenure.roll
         slots = range(setup.pipelines * setup.stages)
-        first = sorted(roll.nodes)[: len(slots)]
-        zones = {node: roll.zones.get(node, "") for node in first}
-        seats = seating(shape_now(setup), setup.strategy, zones, {}, ())
-        records = [roll.nodes[seats[slot]] for slot in slots]
+        records = [roll.nodes[node] for node in self._seated(sorted(roll.nodes)[: len(slots)])]
         prints = {record.fingerprint for record in records}
         if tenure.job.exact and len(prints) > 1:
             raise RunError(
                 f"nodes differ in what exact results depend on ({'; '.join(sorted(prints))}): "
                 "use machines of one kind, or --set exact=false"
             )
-        members = tuple(Member(record.node, record.worker) for record in records)
-        tenure.adopt(
-            first_epoch(setup, tenure.transport.address, members, tenure.folder.checkpoints, tenure.timeouts.beat)
-        )
-        tenure.event("epoch", number=1, members=[member.node for member in members], segments=setup.segments)
+        members: list[Member | None] = [tenure.roll.member(record.node) for record in records]
+        filled, address = len(members), tenure.transport.address
+        members += [None] * (len(slots) - filled)
+        first = first_epoch(setup, address, tuple(members), tenure.folder.checkpoints, tenure.timeouts.beat)
+        if filled < len(slots):
+            first = restart(setup, first, 1, address, slots[:filled], setup.start, setup.resume_from).epoch
+        tenure.adopt(first)
+        tenure.event("epoch", number=1, members=[member.node for member in first.alive], segments=setup.segments)
         await tenure.publish()
-        if setup.strategy != "none":
-            assert tenure.epoch is not None
-            tenure.aside(self._plan_ahead(_whole(tenure.epoch), setup.start, None))
+        if setup.keeps:
+            tenure.aside(self._plan_ahead(_whole(first), setup.start, None))
+
+    def _seated(self, nodes: Sequence[int]) -> list[int]:
+        """Nodes in the order of the slots that they fill."""
+        setup, zones = self.tenure.setup, self.tenure.roll.zones
+        if len(nodes) < setup.pipelines * setup.stages:
+            return list(nodes)
+        seats = seating(shape_now(setup), setup.strategy, {node: zones.get(node, "") for node in nodes}, {}, ())
+        return [seats[slot] for slot in sorted(seats)]
 
     async def lose(self, nodes: Sequence[int]) -> None:
         """Nodes are gone for good. What they ran and held, others run and hold from now on."""
@@ -112,26 +139,34 @@ class Turnover:
         roll.strike(nodes)
         if not mourned:
             return
-        if tenure.setup.strategy == "none" or epoch is None:
+        if not tenure.setup.survives:
             raise tenure.lost(mourned[0])
         for node in mourned:
             tenure.event("lost", node=node, step=tenure.ledger.next_step)
         roll.gone |= set(mourned)
         await tenure.write_record()
-        self.halt(mourned)
+        if epoch is None:
+            await self._open_if_complete()
+        else:
+            self.halt(mourned)
 
     async def _drain(self, record: NodeRecord, seconds: float) -> None:
         """A node has notice: the others go on without it before it goes. Who leaves when the run ends anyway, stays."""
         tenure, roll, epoch, node = self.tenure, self.tenure.roll, self.tenure.epoch, record.node
+        if node in roll.gone or node in roll.leaving:
+            return  # it has said so before
         tenure.event("notice", node=node, seconds=seconds)
         if epoch is None or epoch.slot_of(node) is None:  # the run begins, or goes on, without it
+            if epoch is None and tenure.setup.strategy == "none":
+                raise tenure.lost(node)
             roll.strike([node])
             self._let_go(record)
+            await self._open_if_complete()
             return
         roll.nodes[node] = record
         if not epoch.kept or tenure.finish is not None:
             return
-        roll.leaving.add(node)
+        roll.leaving[node] = tenure.clock.now() + seconds
         if roll.all_leave(epoch):
             self._evacuate()
         elif self.halting is None:
@@ -139,23 +174,34 @@ class Turnover:
 
     def _evacuate(self) -> None:
         """Everybody has notice: end after the steps that are open, with a checkpoint if there is a place for it."""
-        self.evacuated = True
-        self.tenure.roll.leaving.clear()
-        self.tenure.end_before(min(self.tenure.ledger.next_step + 2, self.tenure.setup.steps))
+        tenure = self.tenure
+        tenure.roll.leaving.clear()
+        tenure.end_before(min(tenure.ledger.next_step + 2, tenure.setup.steps))
+        self.evacuated = tenure.finish != tenure.setup.steps
 
-    def _relieve(self) -> list[int]:
-        """The steps that were open are complete: whoever has notice has nothing more to give, and may go."""
-        epoch, roll = self.tenure.epoch, self.tenure.roll
-        assert epoch is not None
+    def inherited(self, message: letters.Inherited) -> None:
+        """A worker has all that those with notice had for it. When everyone has, these may go."""
+        recovering = self.recovering
+        if recovering is None or self.halting is not None or message.epoch != self.tenure.number:
+            return
+        recovering.heirs.add(message.node)
+        if recovering.heirs >= self.tenure.roll.crew:
+            self._relieve(recovering)
+
+    def _relieve(self, recovering: Recovering) -> None:
+        """Whoever has notice has nothing more to give, and may go. If it is this node, the books are closed before."""
+        epoch, roll = recovering.made.epoch, self.tenure.roll
         members = [epoch.members[slot] for slot in epoch.leaving]
         nodes = [member.node for member in members if member is not None and member.node in roll.leaving]
+        recovering.left |= set(nodes)
         for node in nodes:
             self._let_go(roll.nodes[node])
-        return nodes
+        if self.tenure.node in nodes and self.recovering is recovering:
+            self._made_good(recovering)
 
     def _let_go(self, record: NodeRecord) -> None:
         tenure = self.tenure
-        tenure.roll.leaving.discard(record.node)
+        tenure.roll.leaving.pop(record.node, None)
         tenure.roll.gone.add(record.node)
         tenure.event("left", node=record.node, step=tenure.ledger.next_step)
         if record.node == tenure.node:
@@ -169,9 +215,14 @@ class Turnover:
         self._relieved.set()
 
     def grow(self) -> None:
-        """At a commit: whoever waits comes in, and whoever has caught up takes its place, all in one new epoch."""
+        """At a commit: whoever waits comes in, and whoever has caught up takes its place, all in one new epoch. Where
+        only a checkpoint can be gone on from: when one is complete, if there are nodes for another pipeline."""
         tenure, roll, epoch = self.tenure, self.tenure.roll, self.tenure.epoch
         if epoch is None or tenure.finish is not None or not self.calm:
+            return
+        if not tenure.setup.keeps:
+            if more_pipelines(tenure.setup, epoch, len(roll.waiting(epoch))):
+                self.halt()
             return
         draining = self.growth.intent is not None
         if self.growth.due or roll.arrived or (not draining and roll.empty(epoch) and roll.waiting(epoch)):
@@ -205,24 +256,55 @@ class Turnover:
 
     def halt(self, lost: Sequence[int] = ()) -> None:
         """Let everyone who is left leave the epoch and report. A further loss meanwhile starts this over."""
-        tenure, before = self.tenure, self.halting
+        tenure, before = self.tenure, self._unfinished()
         assert tenure.epoch is not None
         number = 1 + (before.number if before is not None else tenure.epoch.number)
         gone = {*lost, *(before.lost if before is not None else ())}
         left = {member.node for member in tenure.roll.staying(tenure.epoch)} - gone
         began = before.began if before is not None else tenure.clock.now()
         detect_s = max(before.detect_s if before is not None else 0.0, tenure.toll.took_to_detect(lost))
-        self.halting = Halting(number, gone, left, began, detect_s)
+        committed = before.committed if before is not None else tenure.ledger.next_step
+        self.halting = Halting(number, gone, left, began, detect_s, max(committed, tenure.ledger.next_step))
+        for node in left:
+            self._note_renewed(node)
         self._tell_halt(self.halting)
         if not left:
             raise tenure.lost(min({*gone, *tenure.roll.gone}))
+        if self.halting.complete:  # somebody who led before had all of them renewed
+            self._remind(Lull(number, over=False))
+
+    def _unfinished(self) -> Halting | None:
+        """The halt that is under way, or what is still being made good after one: who was lost then counts on."""
+        if self.halting is None and self.recovering is not None:
+            return self.recovering.halting
+        return self.halting
 
     def _tell_halt(self, halting: Halting) -> None:
-        assert self.tenure.epoch is not None
-        body = letters.encode(letters.Halt(halting.number, self.tenure.transport.address))
-        for member in self.tenure.epoch.alive:
-            if member.node in halting.expected and member.node not in halting.standings:
-                self.tenure.transport.post(member.address, body)
+        tenure = self.tenure
+        assert tenure.epoch is not None
+        halt = letters.encode(letters.Halt(halting.number, tenure.transport.address))
+        for member in tenure.epoch.alive:
+            if member.node not in halting.expected or member.node in halting.standings:
+                continue
+            if self._cold(halting):
+                renew = letters.encode(letters.Renew(member.life))
+                tenure.transport.post(tenure.roll.nodes[member.node].agent, renew)
+            else:
+                tenure.transport.post(member.address, halt)
+
+    def _cold(self, halting: Halting) -> bool:
+        """Whether workers do not leave the epoch but end, and others are started in their place."""
+        return self.tenure.setup.renews and rewinds(self.tenure.setup, halting.lost)
+
+    def _note_renewed(self, node: int) -> None:
+        """Where all workers are started anew: one that has been stands there with empty hands."""
+        halting, epoch, record = self.halting, self.tenure.epoch, self.tenure.roll.nodes.get(node)
+        if halting is None or epoch is None or record is None or not self._cold(halting):
+            return
+        slot = epoch.slot_of(node)
+        member = None if slot is None else epoch.members[slot]
+        if member is not None and node in halting.expected and record.life > member.life:
+            halting.standings[node] = Standing()
 
     async def report(self, report: letters.Report) -> None:
         """What a worker had when it left the epoch. When all have said so, the next begins."""
@@ -234,8 +316,37 @@ class Turnover:
             self.halt()
             return
         halting.standings[report.node] = report.standing
-        if halting.complete:
+        await self._proceed()
+
+    async def _proceed(self) -> None:
+        """When all have reported, and nobody more is waited for, the next epoch begins."""
+        halting, tenure = self.halting, self.tenure
+        if halting is None or not halting.complete:
+            return
+        seconds = halting.began + tenure.setup.replace_within - tenure.clock.now()
+        if halting.waited or seconds <= 0 or not self._short_of_nodes(halting):
             await self._regroup(halting)
+        elif not halting.waits:
+            halting.waits = True
+            tenure.event("waiting", seconds=seconds, why="a restart waits for nodes in place of the lost")
+            tenure.aside(self._wait(halting.number, seconds))
+
+    async def _wait(self, number: int, seconds: float) -> None:
+        await self.tenure.clock.sleep(seconds)
+        self._remind(Lull(number))
+
+    async def waited(self, lull: Lull) -> None:
+        """Nobody came in place of the lost: go on with what fits."""
+        if self.halting is not None and self.halting.number == lull.epoch:
+            self.halting.waited |= lull.over
+            await self._proceed()
+
+    def _short_of_nodes(self, halting: Halting) -> bool:
+        """Whether a restart had better wait for a node: as long as slots would stay empty."""
+        tenure, epoch = self.tenure, self.tenure.epoch
+        assert epoch is not None
+        there = len(halting.standings) + len(tenure.roll.waiting(epoch))
+        return rewinds(tenure.setup, halting.lost) and there < len(tenure.roll.posts)
 
     async def _regroup(self, halting: Halting) -> None:
         """All have reported: decide how the open steps are completed, and who does what from now on."""
@@ -247,7 +358,15 @@ class Turnover:
         committed, ready_made = tenure.ledger.next_step, tenure.plans.hits
         made = await self._decide(halting, old, slots, standings)
         self.halting = None
-        self.recovering = Recovering(halting, tenure.clock.now(), made)
+        before = self.recovering
+        self.recovering = Recovering(
+            halting,
+            tenure.clock.now(),
+            made,
+            max(0, halting.committed - tenure.ledger.next_step),
+            lost={*halting.lost, *(before.lost if before is not None else ())},
+            left=before.left if before is not None else set(),
+        )
         self._beats.clear()
         tenure.adopt(made.epoch)
         tenure.toll.risk(not protected(made.epoch))
@@ -260,10 +379,18 @@ class Turnover:
             planned_ahead=tenure.plans.hits > ready_made,
             why=made.why,
         )
+        if made.epoch.drops_any:
+            tenure.event(
+                "dropping",
+                step=made.epoch.start,
+                micro_batches=made.epoch.dropped,
+                open_steps=made.epoch.recovery.dropped,
+                why="training changes: samples are left out",
+            )
         await tenure.publish()
         if made.epoch.reshapes:
             tenure.aside(self._plan_ahead(_whole(made.epoch), committed, None))
-        else:
+        elif tenure.setup.keeps:
             tenure.aside(self._plan_ahead(standings, committed, old))
 
     async def _decide(
@@ -275,6 +402,9 @@ class Turnover:
         come = seats(setup, old, standings, committed, tenure.roll.waiting(old), zones)
         leaving = [slots[node] for node in tenure.roll.leaving if node in halting.standings]
         stay = standings.keys() - set(leaving) or standings.keys()
+        if rewinds(setup, halting.lost):
+            there = {slot: tenure.roll.member(node) for node, slot in slots.items() if slot in stay}
+            return back_to(setup, old, number, address, there, tenure.roll.waiting(old), *await self._rewound())
         if _nothing_learned(setup.start, halting.standings):
             return restart(setup, old, number, address, stay, setup.start, setup.resume_from, come)
         orphaned = homeless(setup, standings, committed)
@@ -294,14 +424,35 @@ class Turnover:
                 arrivals=come,
                 leaving=leaving,
                 zones=zones,
+                patience=self._patience(halting),
             )
             return self._then_anew(made) if setup.strategy == "templates" and halting.lost else made
-        found = await tenure.saves.newest(tenure.folder.checkpoints)
-        if found is None:
+        if await tenure.saves.newest(tenure.folder.checkpoints) is None:
             raise tenure.lost(min(halting.lost))
-        tenure.ledger.rewind(found[0])
-        tenure.folder.rewind(found[0])
-        return restart(setup, old, number, address, stay, *found, come)
+        return restart(setup, old, number, address, stay, *await self._rewound(), come)
+
+    async def _rewound(self) -> tuple[int, str | None]:
+        """Back to the newest checkpoint, or to how the run began if there is none: its step, and where it lies. The
+        steps since then are taken back in the ledger: they will be run, and counted, again."""
+        tenure, setup = self.tenure, self.tenure.setup
+        found = await tenure.saves.newest(tenure.folder.checkpoints)
+        step, saved = found if found is not None else (setup.start, setup.resume_from)
+        before, samples = tenure.ledger.next_step, tenure.ledger.samples
+        tenure.ledger.rewind(step)
+        tenure.folder.rewind(step)
+        if before > step:
+            again = {"steps": before - step, "samples": samples - tenure.ledger.samples}
+            tenure.event("rewound", step=step, **again, why="these steps are run, and counted, again")
+        return step, saved
+
+    def _patience(self, halting: Halting) -> float:
+        """How many steps, as they usually are, those with notice can still work: until the first of them vanishes,
+        less a fifth, and less what it takes to leave one epoch and begin another."""
+        now, pace = self.tenure.clock.now(), self.tenure.toll.pace_s
+        if not pace or not self.tenure.roll.leaving:
+            return math.inf
+        left = min(self.tenure.roll.leaving.values()) - now
+        return max(0.0, 0.8 * left - (now - halting.began)) / pace
 
     def _then_anew(self, made: Regrouped) -> Regrouped:
         """Complete what is open, and nothing more: then pipelines are made anew."""
@@ -323,7 +474,7 @@ class Turnover:
             self.recovering.ready_at = tenure.clock.now()
             if tenure.epoch.reshapes:
                 self._reshaped(self.recovering)
-            if not tenure.epoch.recovery.steps and not self.recovering.again:
+            if not tenure.epoch.recovery.steps and not (self.recovering.again or self.recovering.anew):
                 self.recovered(tenure.epoch.start)
 
     def _reshaped(self, recovering: Recovering) -> None:
@@ -336,13 +487,17 @@ class Turnover:
 
     def recovered(self, step: int) -> None:
         """A step is committed. If it is the last of those that were open, the loss is made good."""
-        recovering, tenure = self.recovering, self.tenure
-        if recovering is None or step < recovering.made.epoch.start - (not recovering.again):
+        recovering = self.recovering
+        if recovering is None or step < recovering.last:
             return
         self.recovering = None
-        lost = {*recovering.halting.lost, *self._relieve()}
-        if lost:
-            tenure.event("recovered", **msgspec.to_builtins(tenure.toll.recovered(recovering, lost)))
+        self._relieve(recovering)
+        self._made_good(recovering)
+
+    def _made_good(self, recovering: Recovering) -> None:
+        self.recovering = None
+        if recovering.lost or recovering.left:
+            self.tenure.event("recovered", **msgspec.to_builtins(self.tenure.toll.recovered(recovering)))
 
     # Silence.
 

@@ -8,11 +8,12 @@ import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from culm.gnn.launch import launcher as launchers
 from culm.gnn.launch.base import Launcher
 from culm.gnn.ledger import Evaluation
+from culm.gnn.meeting import access_of
 from culm.gnn.model import Model, model_of, state_dict
 from culm.gnn.program import Place
 from culm.gnn.readers import as_graph
@@ -23,6 +24,8 @@ from culm.gnn.shelf import Adam
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
+
+    from culm.cluster.etcd import Access
 
 __all__ = ["Result", "Watcher", "train"]
 T = TypeVar("T")
@@ -57,9 +60,11 @@ class Result:
         options: dict[str, Any] = {"heads": shape.heads} if shape.kind == "gat" else {}
         hidden = shape.widths[1] if shape.layers > 1 else shape.widths[-1]
         kind = nn.GCN if shape.kind == "gcn" else nn.GAT
-        made: Module = kind(shape.widths[0], hidden, shape.layers, shape.widths[-1], dropout=shape.dropout, **options)
+        made: Any = kind(shape.widths[0], hidden, shape.layers, shape.widths[-1], dropout=shape.dropout, **options)
         made.load_state_dict(self.weights)
-        return made
+        for conv in made.convs if shape.kind == "gat" else ():
+            conv.dropout = shape.attention_dropout
+        return cast("Module", made)
 
 
 def train(
@@ -71,6 +76,7 @@ def train(
     heads: int | None = None,
     dropout: float = 0.5,
     input_dropout: float | None = None,
+    attention_dropout: float | None = None,
     lr: float = 0.01,
     weight_decay: float = 5e-4,
     epochs: int = 200,
@@ -95,6 +101,9 @@ def train(
     checkpoint_every: int = 10,
     kills: Sequence[str] = (),
     instance: str = "c5n.2xlarge",
+    etcd: str | Access | None = None,
+    suspect_after: float = 10.0,
+    dash: bool = False,
     symmetrize: bool = False,
     split_seed: int = 0,
     out: str | None = None,
@@ -108,10 +117,13 @@ def train(
     `model`: "gcn", "gat", a culm.gnn.Model, or a GCN or GAT of PyG, whose shape and weights are taken over.
     `init`: a state dict with PyG's names to start from. `normalize`: divide feature rows by their sum (default: for
     graphs from a file, where they are counts or flags). `dropout` is on the input of every layer, `input_dropout`
-    replaces it for the first. `patience`: evaluations without a better validation accuracy before it stops; 0: never.
+    replaces it for the first; `attention_dropout` is that of a gat's edges (default: as `dropout`, as in PyG).
+    `patience`: evaluations without a better validation accuracy before it stops; 0: never.
     `launcher`: local, ray, lambda (with options: see culm.gnn.launch), or one of your own. `host`: the address of this
     machine under which workers reach it. `share`: workers on this machine read tables in place, no rows are sent.
     `edges`: who applies attention to edges, worker or server (default: by their number).
+    `etcd`: where servers meet, URLs or a culm.cluster.etcd.Access (default: a private one of this machine);
+    `suspect_after`: seconds after which a server that hangs is replaced. `dash`: show the run on loopback as it goes.
     `kills`: processes to end on purpose, as in "worker epoch=5", "server=1 epoch=9" or "chaos workers=100 servers=5".
 
     Raises UsageError for a wrong request, before anything is started, and RunError when the run fails. Nothing is left
@@ -131,6 +143,7 @@ def train(
         heads=default_heads if heads is None else heads,
         dropout=dropout,
         input_dropout=input_dropout,
+        attention_dropout=attention_dropout,
     )
     if pyg and init is None:
         init = model.state_dict()
@@ -158,6 +171,9 @@ def train(
         checkpoint_every=checkpoint_every,
         kills=tuple(kills),
         instance=instance,
+        etcd=access_of(etcd),
+        suspect_after=suspect_after,
+        dash=dash,
         out=out,
     )
     wanted.check()

@@ -17,19 +17,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-import numpy as np
-
+from culm.gnn.feeds import Feed, Feeds
 from culm.gnn.model import Model
+from culm.gnn.pace import Pace
 from culm.gnn.program import Place, Step, walk, weights_of
 
 Mode = Literal["sync", "pipe", "async"]
 MODES: tuple[Mode, ...] = ("sync", "pipe", "async")
-Feed = tuple[int, int]
-"""An interval of any server: (server, interval)."""
-_PATIENCE_S, _PATIENCE_FACTOR = 0.5, 5.0
-_FIRST_PATIENCE_S = 5.0
-"""While no task of a kind has ever come back: nobody knows yet what is slow."""
-_SMOOTHING = 0.2
 
 
 class Pass(NamedTuple):
@@ -77,6 +71,8 @@ class _Interval:
     at: int = 0
     pinned: dict[int, int] = field(default_factory=dict)
     """Version by layer, from the first read in this pass on."""
+    ahead: dict[int, int] = field(default_factory=dict)
+    """The same for the next pass, once its first task has been promised to somebody."""
 
 
 class Board:
@@ -100,11 +96,7 @@ class Board:
         self._walks = {train: walk(model, train=train, edges=edges) for train in (True, False)}
         self._server = server
         self._intervals = [_Interval(start) for _ in feeds]
-        known = sorted({feed for row in feeds for feed in row} | {(server, i) for i in range(len(feeds))})
-        self._places: dict[Feed, int] = {feed: i for i, feed in enumerate(known)}
-        self._feeds = [np.array([self._places[feed] for feed in row], np.int64) for row in feeds]
-        self._sent: dict[tuple[int, bool], np.ndarray[tuple[int], np.dtype[np.int64]]] = {}
-        """By layer and direction: the pass in which each interval has sent its rows last; -1: never."""
+        self._feeds = Feeds(feeds, server)
         self._slowest: dict[int, int] = {other: start for other in range(servers) if other != server}
         self._versions: dict[int, int] = {}
         trained = next((p.number for p in plan[start:] if p.train), start)
@@ -113,7 +105,7 @@ class Board:
         self._permitted = len(plan)
         self._running: dict[Task, _Run] = {}
         self._again: set[Task] = set()
-        self._pace: dict[str, float] = {}
+        self._pace = Pace()
         self.relaunches = 0
 
     # What is asked.
@@ -147,16 +139,10 @@ class Board:
             return "another interval is still at the step before"
         if (self._mode == "async" and (task.at == 0 or step.gathers)) and now.number - self.slowest > self._staleness:
             return f"the slowest interval is {now.number - self.slowest} passes behind, {self._staleness} are allowed"
-        if step.gathers and not self._fed(task, step):
+        oldest = self._feeds.oldest(task.interval, step.layer, step.back) if step.gathers else task.number
+        if oldest < self._needed(task, step.back):
             return f"rows of layer {step.layer} have not come from all neighbours"
         return self._weights_missing(task, step, now)
-
-    def _fed(self, task: Task, step: Step) -> bool:
-        sent = self._sent.get((step.layer, step.back))
-        feeds = self._feeds[task.interval]
-        if sent is None:
-            return False
-        return bool(sent[feeds].min() >= self._needed(task, step.back))
 
     def _needed(self, task: Task, back: bool) -> int:
         """The oldest pass whose rows may be gathered."""
@@ -169,20 +155,45 @@ class Board:
         return max(first, oldest)
 
     def _weights_missing(self, task: Task, step: Step, now: Pass) -> str | None:
-        pinned = self._intervals[task.interval].pinned
-        oldest = now.version - (self._staleness if self._mode == "async" and now.train else 0)
+        pinned = self._pinned(task)
         for layer in weights_of(self._model, step):
-            if layer not in pinned and self._versions.get(layer, -1) < max(oldest, 0):
-                return f"version {oldest} of layer {layer} is not there yet"
+            needed = pinned.get(layer, self._oldest(now))
+            if self._versions.get(layer, -1) < needed:
+                return f"version {needed} of layer {layer} is not there yet"
         return None
+
+    def _oldest(self, now: Pass) -> int:
+        """The oldest version that a pass may begin with."""
+        return max(0, now.version - (self._staleness if self._mode == "async" and now.train else 0))
+
+    def _pinned(self, task: Task) -> dict[int, int]:
+        mine = self._intervals[task.interval]
+        return mine.pinned if task.number == mine.number else mine.ahead
 
     def versions(self, task: Task) -> dict[int, int]:
         """The version of each layer that a task reads; from here on pinned for its interval until the pass ends."""
-        pinned = self._intervals[task.interval].pinned
-        now = self.plan[task.number]
+        pinned, now = self._pinned(task), self.plan[task.number]
         for layer in weights_of(self._model, self.step(task)):
-            pinned.setdefault(layer, min(self._versions[layer], now.version))
+            newest = max(self._versions.get(layer, -1), self._oldest(now))
+            pinned.setdefault(layer, min(newest, now.version))
         return {layer: pinned[layer] for layer in weights_of(self._model, self.step(task))}
+
+    def following(self, task: Task) -> Task | None:
+        """The first task of an interval's next pass, if whoever does the last one of this pass may go on with it.
+
+        So it needs no way of its own: it waits at the worker for its weights. Without pipelining (`sync`): None.
+        """
+        number = task.number + 1
+        last = task.at + 1 == len(self._walks[self.plan[task.number].train])
+        if self._mode == "sync" or not last or number >= min(self._permitted, len(self.plan)):
+            return None
+        then = Task(number, 0, task.interval)
+        return then if self.step(then).place == self.step(task).place == "worker" else None
+
+    def waits(self, task: Task) -> bool:
+        """Whether a task that was given out ahead of its time still waits for its weights."""
+        pinned = self._pinned(task)
+        return any(self._versions.get(layer, -1) < version for layer, version in pinned.items())
 
     def oldest_version(self, layer: int) -> int:
         """No interval of this server will ever ask for an older one."""
@@ -236,9 +247,9 @@ class Board:
         self._again.discard(task)
         step = self.step(task)
         if run is not None:
-            self._note(str(step), now - run.since)
+            self._pace.note(str(step), now - run.since)
         if step.kind == "SC":
-            self._mark(step, (self._server, task.interval), task.number)
+            self.arrived((self._server, task.interval), step.layer, step.back, task.number)
         self._advance(task)
         return True
 
@@ -247,20 +258,19 @@ class Board:
         mine.at += 1
         if mine.at == len(self._walks[self.plan[task.number].train]):
             mine.number, mine.at = mine.number + 1, 0
-            mine.pinned.clear()
-
-    def _mark(self, step: Step, feed: Feed, number: int) -> None:
-        sent = self._sent.setdefault((step.layer, step.back), np.full(len(self._places), -1, np.int64))
-        if feed in self._places:
-            sent[self._places[feed]] = max(sent[self._places[feed]], number)
+            mine.pinned, mine.ahead = mine.ahead, {}
 
     def arrived(self, feed: Feed, layer: int, back: bool, number: int) -> None:
-        """Rows of an interval of another server have come."""
-        self._mark(Step("SC", layer, back, "server"), feed, number)
+        """Rows of an interval, own or another server's, have come."""
+        self._feeds.sent(feed, layer, back, number)
 
-    def version(self, layer: int, version: int) -> None:
-        """A parameter server has a new version."""
+    def version(self, layer: int, version: int, now: float = 0.0) -> None:
+        """A parameter server has a new version. Whoever has waited for it begins only now."""
+        waiting = [task for task in self._running if self.waits(task)]
         self._versions[layer] = max(version, self._versions.get(layer, -1))
+        for task in waiting:
+            if not self.waits(task):
+                self._running[task].since = now
 
     def progressed(self, server: int, slowest: int) -> None:
         """Another server says in which pass its slowest interval is."""
@@ -289,7 +299,9 @@ class Board:
         """Tasks that take too long: to be run a second time, and whoever is first counts."""
         found = []
         for task, run in self._running.items():
-            if task not in self._again and now - run.since > self.patience(self.step(task)):
+            if task in self._again or self.waits(task):
+                continue
+            if now - run.since > self.patience(self.step(task)):
                 found.append(task)
         self._launch_again(found)
         return found
@@ -305,16 +317,11 @@ class Board:
 
     def patience(self, step: Step) -> float:
         """Seconds until a task is launched again."""
-        pace = self._pace.get(str(step))
-        return _FIRST_PATIENCE_S if pace is None else max(_PATIENCE_S, _PATIENCE_FACTOR * pace)
+        return self._pace.patience(str(step))
 
     def _launch_again(self, tasks: Sequence[Task]) -> None:
         self._again.update(tasks)
         self.relaunches += len(tasks)
-
-    def _note(self, kind: str, seconds: float) -> None:
-        before = self._pace.get(kind)
-        self._pace[kind] = seconds if before is None else before + _SMOOTHING * (seconds - before)
 
     def _position(self, interval: int) -> tuple[int, int]:
         mine = self._intervals[interval]

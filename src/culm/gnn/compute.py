@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from culm.gnn.dense import Context, Dense, Kept, attend, attend_back
+from culm.gnn.dense import Context, Dense, Kept, attend, attend_back, dropped
+from culm.gnn.model import kept
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,25 +37,34 @@ class Kernel:
         self._dense = Dense(model)
 
     def run(
-        self, step: Step, now: Pass, inputs: Sequence[Tensor], weights: Mapping[int, Weights], kept: Kept | None = None
+        self, step: Step, now: Pass, inputs: Sequence[Tensor], weights: Mapping[int, Weights], keep: Kept | None = None
     ) -> Outcome:
-        """Inputs as `Shard.inputs` names them; `kept` is what the forward of the same interval and pass left."""
+        """Inputs as `Shard.inputs` names them; `keep` is what the forward of the same interval and pass left."""
         if step.kind == "AE":
-            return self._edges(step, inputs)
+            return self._edges(step, now, inputs)
         context = Context(self._seed, now.epoch, now.train, inputs[0])
         if step.layer == self._model.layers:
             found = self._dense.loss(inputs[1], weights, context, inputs[2], inputs[3], self._total)
             return Outcome(found.rows, found.gradients, found.total, found.counts)
         if step.back:
             source = inputs[2] if len(inputs) > 2 else None
-            rows, gradients = self._dense.backward(step.layer, source, inputs[1], weights, context, kept)
+            rows, gradients = self._dense.backward(step.layer, source, inputs[1], weights, context, keep)
             return Outcome(rows, gradients)
         sent, left = self._dense.forward(step.layer, inputs[1], weights, context)
         return Outcome(sent, kept=left)
 
-    def _edges(self, step: Step, inputs: Sequence[Tensor]) -> Outcome:
-        offsets = (inputs[0] - inputs[0][0]).long()
+    def _edges(self, step: Step, now: Pass, inputs: Sequence[Tensor]) -> Outcome:
+        """What is gathered with is the attention after dropout; its gradient needs the attention before it again."""
+        offsets, scores = (inputs[0] - inputs[0][0]).long(), inputs[1]
+        p = self._model.attention_dropout if now.train else 0.0
+
+        def drop(rows: Tensor) -> Tensor:
+            if p == 0:
+                return rows
+            shape = (rows.shape[0], rows.shape[1])
+            return dropped(rows, p, kept(shape, p, self._seed, now.epoch, step.layer, inputs[-1], what="attention"))
+
         if not step.back:
-            return Outcome(attend(inputs[1], offsets))
-        heads = self._model.heads
-        return Outcome(attend_back(inputs[1], inputs[2][:, :heads], inputs[3], offsets))
+            return Outcome(drop(attend(scores, offsets)))
+        attention = attend(scores, offsets) if p else inputs[2][:, : self._model.heads]
+        return Outcome(attend_back(scores, attention, drop(inputs[3]), offsets))

@@ -124,8 +124,8 @@ class Dense:
     ) -> tuple[Tensor, Tensor]:
         """Input of a layer's multiplication: features, or activations out of gathered rows."""
         if layer == 0:
-            dropped = _dropped(rows, self._model.input_dropout, 0, context)
-            return dropped, dropped
+            entering = _dropped(rows, self._model.input_dropout, 0, context)
+            return entering, entering
         source, entered = self._entered(layer - 1, rows, weights, context)
         return source, _dropped(entered.relu_(), self._model.dropout, layer, context)
 
@@ -194,6 +194,11 @@ def _dropped(rows: Tensor, p: float, layer: int, context: Context) -> Tensor:
     if p == 0 or not context.train:
         return rows
     mask = kept((rows.shape[0], rows.shape[1]), p, context.seed, context.epoch, layer, context.vertices)
+    return dropped(rows, p, mask)
+
+
+def dropped(rows: Tensor, p: float, mask: Tensor) -> Tensor:
+    """What is kept, made larger by what is not."""
     return torch.where(mask, rows * (1 / (1 - p)), 0.0)
 
 

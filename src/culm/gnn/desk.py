@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import time
 from collections.abc import Callable
@@ -58,7 +59,7 @@ class Desk:
         self._run = run
         self._workers: dict[str, _Worker] = {}
         self._asked: list[float] = []
-        """When workers were asked for that have not called yet."""
+        """When workers were asked for that have not called yet; infinite while they are still being launched."""
         self._roster: say.Roster | None = None
         self._last_seen = time.monotonic()
         self.launched = 0
@@ -100,9 +101,8 @@ class Desk:
             self._asked = [at for at in self._asked if now - at < _ARRIVE_S]
             missing = self.target - len(self._workers) - len(self._asked)
             if missing > 0:
-                self._asked += [now] * missing
-                self.launched += missing
-                await self._launcher.launch(self._ticket, missing)
+                await self._ask(missing)
+                now = time.monotonic()
             self._replace_silent(now)
             self._send_home()
             if self._workers:
@@ -113,6 +113,14 @@ class Desk:
                     f"check that the {self._launcher.name} launcher can start them"
                 )
             await asyncio.sleep(_LOOK_S)
+
+    async def _ask(self, count: int) -> None:
+        """A slow launch, as the first one is that waits for imports, is not held against those whom it starts."""
+        self._asked += [math.inf] * count
+        self.launched += count
+        await self._launcher.launch(self._ticket, count)
+        now = time.monotonic()
+        self._asked = [min(at, now) for at in self._asked]
 
     def _replace_silent(self, now: float) -> None:
         """One that hangs, or whose machine does, is as good as lost."""

@@ -15,7 +15,7 @@ from culm.gnn.partition import Exchange, Part
 if TYPE_CHECKING:
     from torch import Tensor
 
-_ARRAYS = ("vertices", "indptr", "indices", "weights", "reverse", "bounds")
+_ARRAYS = ("vertices", "indptr", "indices", "weights", "reverse", "numbers", "bounds")
 _EXCHANGE = ("rows", "row_bounds", "edges", "edge_bounds")
 
 

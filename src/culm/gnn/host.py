@@ -10,19 +10,23 @@ import asyncio
 import contextlib
 import os
 import traceback
-from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Protocol
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: threads that spin would take the workers' cores
 
 import torch
 
-from culm.cluster.store import RemoteStore, Store
+with contextlib.suppress(ImportError):  # here, since processes are forked out of one that has imported this file
+    pass
 from culm.errors import RunError
+from culm.gnn.meeting import attend
+from culm.gnn.parameters import ParameterSession
+from culm.gnn.server import GraphSession
 from culm.gnn.setup import Generation, Member, Setup, pack, unpack
-from culm.transport.sockets import SocketTransport
+from culm.gnn.share import share
 
 if TYPE_CHECKING:
+    from culm.cluster.store import Store
     from culm.gnn.launch.base import Ticket
 
 
@@ -32,20 +36,20 @@ class Session(Protocol):
     address: str
 
     async def run(self, members: dict[str, str]) -> None:
-        """Serve, with everyone's addresses, until cancelled."""
+        """Serve, with everyone's addresses, until cancelled, or until the generation is known to be broken."""
 
     async def close(self) -> None:
         """Leave everyone."""
 
 
 def serve(ticket: Ticket) -> None:
-    """The process, from its first moment to its last: until the store is gone."""
+    """The process, from its first moment to its last: until the store is gone, or goes on without it."""
     with contextlib.suppress(RunError):
         asyncio.run(_serve(ticket))
 
 
 async def _serve(ticket: Ticket) -> None:
-    async with _store(ticket) as store:
+    async with attend(ticket) as store:
         stored = await store.get("setup")
         assert stored is not None
         setup = unpack(stored, Setup)
@@ -53,26 +57,6 @@ async def _serve(ticket: Ticket) -> None:
         if seat is not None:
             torch.set_num_threads(setup.threads)
             await _generations(store, setup, seat, ticket.token)
-
-
-@contextlib.asynccontextmanager
-async def _store(ticket: Ticket) -> AsyncIterator[Store]:
-    """The run's store; when its connection breaks, every call and watch raises RunError."""
-    transport = SocketTransport(secret=ticket.token.encode())
-    store = RemoteStore(f"{ticket.host}:{ticket.port}", transport)
-
-    async def listen() -> None:
-        while True:
-            sender, body = await transport.letter()
-            if sender == store.server or body is None:
-                store.heed(body)
-
-    listening = asyncio.create_task(listen())
-    try:
-        yield store
-    finally:
-        listening.cancel()
-        await transport.close()
 
 
 async def _take_seat(store: Store, setup: Setup) -> str | None:
@@ -116,7 +100,7 @@ async def _ended(serving: asyncio.Task[None] | None) -> None:
 
 async def _generation(store: Store, setup: Setup, seat: str, token: str, generation: Generation) -> None:
     """Meet everyone of the generation and serve until it ends."""
-    session = _session(store, setup, seat, token, generation)
+    session = await _session(store, setup, seat, token, generation)
     prefix = f"members/{generation.number}/"
     try:
         await store.put(prefix + seat, pack(Member(seat, session.address, os.getpid())), session=True)
@@ -132,10 +116,9 @@ async def _generation(store: Store, setup: Setup, seat: str, token: str, generat
         await session.close()
 
 
-def _session(store: Store, setup: Setup, seat: str, token: str, generation: Generation) -> Session:
-    from culm.gnn.parameters import ParameterSession
-    from culm.gnn.server import GraphSession
-
+async def _session(store: Store, setup: Setup, seat: str, token: str, generation: Generation) -> Session:
     role, _, number = seat.partition("-")
-    kind = GraphSession if role == "graph" else ParameterSession
-    return kind(store, setup, int(number), token, generation)
+    if role == "parameter":
+        return ParameterSession(store, setup, int(number), token, generation)
+    await asyncio.to_thread(share, setup, int(number))  # a large part takes a while, and the store wants to hear of us
+    return GraphSession(store, setup, int(number), token, generation)

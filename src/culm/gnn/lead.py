@@ -11,7 +11,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -20,12 +20,15 @@ from culm.gnn import messages as say
 from culm.gnn.board import passes
 from culm.gnn.fetch import fetch
 from culm.gnn.ledger import Epoch, Evaluation, Ledger, exhausted
+from culm.gnn.meeting import ended
+from culm.gnn.parameters import INITIAL
+from culm.gnn.recoveries import Recoveries
 from culm.gnn.setup import Generation, Member, Permit, Report, Setup, pack, unpack
 
 if TYPE_CHECKING:
-    from culm.cluster.store import Store
     from culm.gnn.desk import Desk
-    from culm.gnn.launch.base import Launcher, Ticket
+    from culm.gnn.launch.base import Launcher
+    from culm.gnn.meeting import Evict, Meeting
     from culm.gnn.model import Weights
 
 _SUSPECT_S = 1.0
@@ -43,7 +46,7 @@ class Findings:
     best: dict[int, Weights] = field(default_factory=dict)
     generations: int = 0
     stopped: str = ""
-    recoveries: list[dict[str, object]] = field(default_factory=list)
+    recoveries: Recoveries = field(default_factory=Recoveries)
 
 
 class Leader:
@@ -52,10 +55,9 @@ class Leader:
     def __init__(
         self,
         setup: Setup,
-        store: Store,
+        meeting: Meeting,
         desk: Desk,
         servers: Launcher,
-        ticket: Ticket,
         *,
         patience: int,
         latency_s: float,
@@ -63,18 +65,18 @@ class Leader:
         epoch: Callable[[Epoch], None],
         evaluated: Callable[[Evaluation], None],
     ) -> None:
-        self._setup, self._store, self._desk, self._servers, self._ticket = setup, store, desk, servers, ticket
+        self._setup, self._meeting, self._desk, self._servers = setup, meeting, desk, servers
+        self._store, self._ticket = meeting.store, meeting.ticket
         self._patience, self._latency_s = patience, latency_s
         self._told, self._epoch, self._evaluated = told, epoch, evaluated
         self._plan = passes(setup.epochs, setup.evaluate_every)
         self.found = Findings(Ledger(setup.servers, setup.total, self._plan))
-        self._generation = Generation(0, 0, 0)
+        self._generation = Generation(0, 0, 0, ())
         self._members: dict[str, Member] = {}
         self._seated: set[str] = set()
-        self._saved: dict[str, list[int]] = {}
+        self._saved: dict[str, dict[int, str]] = {}
         self._losses_in_a_row = 0
-        self._lost_at: tuple[str, float] | None = None
-        self._suspicions: set[asyncio.Task[None]] = set()
+        self._beside: set[asyncio.Task[None]] = set()
         self._looked_at = float("-inf")
         self._held: Callable[[int], bool] = lambda _: False
         self._open: Evaluation | None = None
@@ -90,9 +92,10 @@ class Leader:
             if heeding.done():
                 heeding.result()  # raises what went wrong
         finally:
-            for task in (heeding, over):
+            tasks = [heeding, over, *self._beside]
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(heeding, over, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
         return self.found
 
     async def _heed_all(self) -> None:
@@ -111,30 +114,50 @@ class Leader:
     async def _heed(self, key: str, value: bytes | None) -> None:
         kind, _, rest = key.partition("/")
         if kind == "seats":
-            await self._seat(rest, taken=value is not None)
+            await self._seat(rest, value)
         elif kind == "saved" and value is not None:
-            self._saved[rest] = unpack(value, list[int])
+            self._saved[rest] = unpack(value, dict[int, str])
         elif kind == "members" and value is not None:
             await self._member(rest, unpack(value, Member))
         elif kind == "broken" and rest == str(self._generation.number) and value is not None:
+            self.found.recoveries.sign(time.monotonic())
             self._suspect(f"a connection of graph-{value.decode()} broke")
         elif kind == "report" and value is not None:
             await self._report(unpack(value, Report))
 
     # Who is there.
 
-    async def _seat(self, seat: str, *, taken: bool) -> None:
-        if taken:
+    async def _seat(self, seat: str, value: bytes | None) -> None:
+        if value is not None:
             self._seated.add(seat)
+            self._mind(seat, value)
             if self._generation.number == 0 and self._seated == set(self._setup.seats):
                 await self._next("all seats are taken")
             return
         self._seated.discard(seat)
-        self._lost_at = (seat, time.monotonic())
+        self.found.recoveries.lost(seat, time.monotonic())
         self._told(kind="server-lost", node=seat)
         await self._servers.launch(self._ticket, 1)
         if self._generation.number:
             await self._next(f"{seat} was lost")
+
+    def _mind(self, seat: str, value: bytes) -> None:
+        """The end of a process is seen here long before its lease runs out; then the lease has no purpose any more."""
+
+        async def wait(evict: Evict) -> None:
+            await ended(int(value))
+            self.found.recoveries.sign(time.monotonic())
+            with contextlib.suppress(RunError):  # the store is lost: that is known elsewhere
+                if await self._store.get(f"seats/{seat}") == value:
+                    await evict(f"seats/{seat}")
+
+        if self._meeting.evict is not None:
+            self._keep(wait(self._meeting.evict))
+
+    def _keep(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._beside.add(task)
+        task.add_done_callback(self._beside.discard)
 
     def _suspect(self, why: str) -> None:
         """A connection broke. Mostly a server is gone, which is known in a moment; if not, start over all the same."""
@@ -145,22 +168,23 @@ class Leader:
             if self._generation.number == number:
                 await self._next(why)
 
-        task = asyncio.create_task(wait())
-        self._suspicions.add(task)
-        task.add_done_callback(self._suspicions.discard)
+        self._keep(wait())
 
     async def _next(self, why: str) -> None:
         """A new generation, from what everyone has saved."""
         self._losses_in_a_row += 1
         if self._losses_in_a_row > _MOST_LOSSES:
             raise RunError(f"{_MOST_LOSSES} servers were lost and not an epoch was done: look at their messages")
-        version = newest_common([self._saved.get(seat, []) for seat in self._setup.parameter_seats])
+        saved = [self._saved.get(seat, {}) for seat in self._setup.parameter_seats]
+        version = newest_common(saved)
         number = self._generation.number + 1
-        self._generation = Generation(number, version, self._start(version))
+        sources = tuple(known.get(version, INITIAL) for known in saved)
+        self._generation = Generation(number, version, self._start(version), sources)
         self._members, self._open = {}, None
         self.found.generations = number
         self._told(kind="generation", number=number, version=version, why=why)
         await self._store.put("generation", pack(self._generation))
+        self.found.recoveries.decided(time.monotonic(), version, self.found.ledger.reached)
 
     def _start(self, version: int) -> int:
         """The first pass that is not covered by a version: an evaluation of it, if that was due, is done again."""
@@ -173,18 +197,9 @@ class Leader:
         self._members[seat] = member
         self._told(kind="server-up", node=seat, pid=member.pid, generation=self._generation.number)
         if set(self._members) == set(self._setup.seats):
-            self._recovered()
+            self.found.recoveries.moved(time.monotonic())
             self._desk.tell(self._roster())
             await self._permit(self._generation.start)
-
-    def _recovered(self) -> None:
-        if self._lost_at is not None:
-            seat, at = self._lost_at
-            ms = round((time.monotonic() - at) * 1e3, 1)
-            self.found.recoveries.append(
-                {"step": self._generation.version, "lost": [seat], "move_ms": ms, "source": "checkpoint"}
-            )
-            self._lost_at = None
 
     def _roster(self) -> say.Roster:
         setup = self._setup
@@ -212,6 +227,7 @@ class Leader:
         self._look()
         for done in epochs:
             self._losses_in_a_row = 0
+            self.found.recoveries.done(done.epoch + 1, time.monotonic())
             self._epoch(done)
         for evaluation in evaluations:
             self._evaluated(evaluation)
@@ -265,7 +281,7 @@ class Leader:
         return await fetch(addresses, self._ticket.token, self._generation.number, self._setup.model.layers)
 
 
-def newest_common(saved: list[list[int]]) -> int:
+def newest_common(saved: Sequence[Collection[int]]) -> int:
     """The newest version that every parameter server has; the initial one is always there."""
     common = set(saved[0]).intersection(*saved[1:])
     return max(common, default=0)

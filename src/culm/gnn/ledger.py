@@ -91,6 +91,11 @@ class Ledger:
         return sum(int(getattr(r, name)) for r in self._latest.values())
 
     @property
+    def reached(self) -> int:
+        """Epochs that are done."""
+        return max(self.losses, default=-1) + 1
+
+    @property
     def best(self) -> Evaluation | None:
         """The evaluation with the best validation accuracy, the latest of equals."""
         return max(self.evaluations.values(), key=lambda e: (e.val, e.epoch), default=None)

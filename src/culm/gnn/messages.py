@@ -65,6 +65,8 @@ class Work(msgspec.Struct, frozen=True, tag="work"):
     pieces: tuple[tuple[str, int, int], ...]
     kept: bool
     """The worker has kept what its forward left; without it the task is refused and comes again with everything."""
+    then: Work | None = None
+    """What to go on with afterwards, when its weights are there; its rows come along behind those of this one."""
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):

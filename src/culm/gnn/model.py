@@ -31,15 +31,19 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     heads: int = 1
     dropout: float = 0.5
     input_dropout: float = 0.5
+    attention_dropout: float = 0.0
 
     def __post_init__(self) -> None:
         if self.kind not in ("gcn", "gat"):
             raise UsageError(f"--model {self.kind!r}: there are gcn and gat")
         if len(self.widths) < 2 or min(self.widths) < 1:
             raise UsageError(f"widths are {self.widths}: a model has at least one layer, and no width below 1")
-        for name, p in (("dropout", self.dropout), ("input_dropout", self.input_dropout)):
+        for name in ("dropout", "input_dropout", "attention_dropout"):
+            p = getattr(self, name)
             if not 0 <= p < 1:
                 raise UsageError(f"--{name.replace('_', '-')} is {p}: give a share from 0 up to, not including, 1")
+        if self.kind == "gcn" and self.attention_dropout:
+            raise UsageError(f"--attention-dropout is {self.attention_dropout}: a gcn has no attention, use 0 or a gat")
         if self.heads < 1 or (self.kind == "gcn" and self.heads != 1):
             raise UsageError(f"--heads {self.heads}: a gat has 1 or more, a gcn has none to choose")
         for width in self.widths[1:-1]:
@@ -89,6 +93,7 @@ def model_of(
     heads: int,
     dropout: float,
     input_dropout: float | None,
+    attention_dropout: float | None = None,
 ) -> Model:
     """The Model that a user means: one, "gcn" or "gat" with options, or a PyG GCN or GAT, whose shape it takes over.
 
@@ -102,7 +107,10 @@ def model_of(
         kind: Any = given
         into = dropout if input_dropout is None else input_dropout
         shape = (width, *[hidden] * (layers - 1), classes)
-        found = Model(kind=kind, widths=shape, heads=heads, dropout=dropout, input_dropout=into)
+        along = (dropout if kind == "gat" else 0.0) if attention_dropout is None else attention_dropout
+        found = Model(
+            kind=kind, widths=shape, heads=heads, dropout=dropout, input_dropout=into, attention_dropout=along
+        )
     else:
         found = _of_pyg(given)
     if found.widths[0] != width or found.widths[-1] < classes:
@@ -130,6 +138,7 @@ def _of_pyg(module: Any) -> Model:
         heads=heads[0],
         dropout=float(module.dropout.p),
         input_dropout=0.0,
+        attention_dropout=float(getattr(convs[0], "dropout", 0.0)),
     )
 
 
@@ -154,11 +163,16 @@ def state_dict(weights: Mapping[int, Weights]) -> dict[str, Tensor]:
     return {f"convs.{layer}.{name}": tensor for layer, own in sorted(weights.items()) for name, tensor in own.items()}
 
 
-def kept(shape: tuple[int, int], p: float, seed: int, epoch: int, layer: int, vertices: Tensor) -> Tensor:
-    """Dropout as a mask of what is kept: a function of (seed, epoch, layer, vertex, column), whoever computes it."""
+def kept(
+    shape: tuple[int, int], p: float, seed: int, epoch: int, layer: int, numbers: Tensor, *, what: str = "dropout"
+) -> Tensor:
+    """Dropout as a mask of what is kept: a function of (seed, epoch, layer, number, column), whoever computes it.
+
+    Numbers are those of vertices or of edges in the whole graph.
+    """
     rows, columns = shape
-    base = key(seed, "dropout", epoch, layer)
-    mixed = _mixed(vertices[:rows], base)[:, None] ^ _mixed(torch.arange(columns), base ^ 0x5DEECE66D)[None, :]
+    base = key(seed, what, epoch, layer)
+    mixed = _mixed(numbers[:rows], base)[:, None] ^ _mixed(torch.arange(columns), base ^ 0x5DEECE66D)[None, :]
     threshold = round(p * 2**32) - 2**31
     return mixed.mul_(_ODD) >= threshold
 

@@ -1,4 +1,4 @@
-"""A page that shows a run: loss, accuracy, queues, workers and staleness over time. One HTML file, no scripts."""
+"""A page that shows a run: loss, accuracy, queues, workers and staleness over time. One HTML page, no scripts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from typing import Any
 
 Points = Sequence[tuple[float, float]]
 _WIDTH, _HEIGHT, _LEFT, _BELOW = 640, 180, 52, 24
+_POINTS = 600
+"""Of a line at most: more can not be told apart, and a long run has many."""
+_REFRESH_S = 2
+_TOLD_LAST = 200
 _COLOURS = ("#1f6f8b", "#d1495b", "#6a994e", "#7b5ea7")
 _STYLE = (
     "body{font:14px system-ui,sans-serif;margin:2em auto;max-width:44em;color:#222}"
@@ -21,8 +25,14 @@ _FACTS = (
 )  # fmt: skip
 
 
-def page(summary: Mapping[str, Any], events: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]) -> str:
-    """The whole page, out of what the files of the run hold."""
+def page(
+    summary: Mapping[str, Any],
+    events: Sequence[Mapping[str, Any]],
+    steps: Sequence[Mapping[str, Any]],
+    *,
+    live: bool = False,
+) -> str:
+    """The whole page, out of what the files of the run hold. `live`: it goes on, and the browser looks again."""
     looks = [e for e in events if e["kind"] == "queues"]
     tests = [e for e in events if e["kind"] == "evaluation"]
     marks = [float(e["t"]) for e in events if e["kind"] == "server-lost"]
@@ -36,12 +46,25 @@ def page(summary: Mapping[str, Any], events: Sequence[Mapping[str, Any]], steps:
         _chart("passes between the fastest and the slowest interval", {"spread": _series(looks, "spread")}, marks),
     ]
     rows = "".join(f"<tr><td>{html.escape(k)}</td><td>{html.escape(str(summary.get(k)))}</td></tr>" for k in _FACTS)
-    told = "".join(f"<li>{e['t']:.2f} s: {html.escape(_sentence(e))}</li>" for e in events if e["kind"] in _TOLD)
+    happened = [e for e in events if e["kind"] in _TOLD][-_TOLD_LAST:]
+    told = "".join(f"<li>{e['t']:.2f} s: {html.escape(_sentence(e))}</li>" for e in happened)
     name = html.escape(str(summary.get("graph")))
+    again = f'<meta http-equiv="refresh" content="{_REFRESH_S}">' if live else ""
     return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>culm gnn: {name}</title>'
-        f"<style>{_STYLE}</style><h1>{name}</h1><table>{rows}</table>"
-        f"{''.join(charts)}<h2>what happened</h2><ul>{told}</ul></html>\n"
+        f'<!doctype html><html lang="en"><meta charset="utf-8">{again}<title>culm gnn: {name}</title>'
+        f"<style>{_STYLE}</style><h1>{name}{' (running)' if live else ''}</h1>{_now(looks, live)}"
+        f"<table>{rows}</table>{''.join(charts)}<h2>what happened</h2><ul>{told}</ul></html>\n"
+    )
+
+
+def _now(looks: Sequence[Mapping[str, Any]], live: bool) -> str:
+    """The last look at the queues, in words."""
+    if not live or not looks:
+        return ""
+    last = looks[-1]
+    return (
+        f"<p>now: {last['workers']} workers, {last['queue']} tasks waiting, {last['running']} with workers, "
+        f"{last['spread']} passes between the fastest and the slowest interval</p>"
     )
 
 
@@ -54,7 +77,9 @@ def _sentence(event: Mapping[str, Any]) -> str:
 
 
 def _series(rows: Sequence[Mapping[str, Any]], name: str) -> Points:
-    return [(float(row["t"]), float(row[name])) for row in rows if isinstance(row.get(name), (int, float))]
+    points = [(float(row["t"]), float(row[name])) for row in rows if isinstance(row.get(name), (int, float))]
+    stride = -(-len(points) // _POINTS) or 1
+    return points[::-1][::stride][::-1]  # the last one always stays
 
 
 def _chart(title: str, series: Mapping[str, Points], marks: Sequence[float]) -> str:

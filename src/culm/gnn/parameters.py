@@ -22,9 +22,13 @@ if TYPE_CHECKING:
     from culm.gnn.setup import Generation, Setup
 
 
-def saved_name(version: int, server: int | None) -> str:
-    """Where a version is; the initial one is a single file for all servers."""
-    return f"epoch-{version:06d}/{'initial' if server is None else f'parameter-{server}'}.safetensors"
+INITIAL = "epoch-000000/initial.safetensors"
+"""Version 0 of all layers."""
+
+
+def saved_name(version: int, server: int, generation: int) -> str:
+    """Where a server saves a version. A server that was given up and wakes up again must not touch a later one's."""
+    return f"epoch-{version:06d}/parameter-{server}.{generation}.safetensors"
 
 
 class ParameterSession:
@@ -37,16 +41,12 @@ class ParameterSession:
         self._storage = Storage(setup.checkpoints)
         layers = [layer for layer in range(setup.model.layers) if setup.home(layer) == number]
         self._shelf = Shelf(layers, setup.servers, setup.adam)
-        self._shelf.fill(self._saved(generation.version), generation.version)
+        self._shelf.fill(decode(self._storage.read(generation.sources[number])), generation.version)
         self._graph: set[Link] = set()
         self._pullers: dict[int, set[Link]] = {layer: set() for layer in layers}
         self._waiting: dict[tuple[int, int], list[Link]] = {}
         self._snapshots: dict[int, dict[str, Tensor]] = {}
         self._to_save: asyncio.Queue[int] = asyncio.Queue()
-
-    def _saved(self, version: int) -> dict[str, Tensor]:
-        name = saved_name(version, self._number)
-        return decode(self._storage.read(name if version else saved_name(0, None)))
 
     async def run(self, members: dict[str, str]) -> None:
         """Answer calls, and save what is to be saved, until cancelled."""
@@ -122,19 +122,18 @@ class ParameterSession:
 
     async def _save(self, version: int) -> None:
         """Write a version, make it known, and forget those that nobody can want any more."""
-        data = encode(self._snapshots.pop(version))
-        await asyncio.to_thread(self._storage.write, saved_name(version, self._number), data)
+        name = saved_name(version, self._number, self._generation.number)
+        await asyncio.to_thread(self._storage.write, name, encode(self._snapshots.pop(version)))
         own = f"parameter-{self._number}"
-        known = [*(v for v in await self._versions(own) if v < version), version]
-        floor = min(
-            [max(await self._versions(seat), default=0) for seat in self._setup.parameter_seats if seat != own]
-            + [version]
-        )
-        await self._store.put(f"saved/{own}", pack([v for v in known if v >= floor]))
-        for old in (v for v in known if v < floor):
+        before = await self._versions(own)
+        others = [await self._versions(seat) for seat in self._setup.parameter_seats if seat != own]
+        floor = min([max(known, default=0) for known in others] + [version])
+        kept = {v: n for v, n in before.items() if floor <= v < version} | {version: name}
+        await self._store.put(f"saved/{own}", pack(kept))
+        for old in set(before.values()) - set(kept.values()):
             with contextlib.suppress(CheckpointError):
-                await asyncio.to_thread(self._storage.delete, saved_name(old, self._number))
+                await asyncio.to_thread(self._storage.delete, old)
 
-    async def _versions(self, seat: str) -> list[int]:
+    async def _versions(self, seat: str) -> dict[int, str]:
         stored = await self._store.get(f"saved/{seat}")
-        return unpack(stored, list[int]) if stored else []
+        return unpack(stored, dict[int, str]) if stored else {}

@@ -51,6 +51,8 @@ class Part:
     """Of the symmetric normalisation with self loops."""
     reverse: Array
     """Where the opposite direction of each edge is: an own edge, or from `len(indices)` on one received from a peer."""
+    numbers: Array
+    """Of each edge in the whole graph, whoever has it: target x vertices + source."""
     bounds: Array
     """Of the intervals."""
     ghosts: int
@@ -122,7 +124,7 @@ def balanced(weights: Array, count: int) -> Array:
 def cut(graph: Graph, owner: Array, intervals: int, *, attention: bool = True) -> list[Part]:
     """The parts of all servers. Every server has the same number of intervals, fewer where one has too few vertices.
 
-    Without `attention` edges carry nothing of their own: opposite edges are not looked for.
+    Without `attention` edges carry nothing of their own: they get no numbers, opposite ones are not looked for.
     """
     servers = int(owner.max()) + 1
     members = [np.flatnonzero(owner == server) for server in range(servers)]
@@ -174,8 +176,10 @@ def _part(
     targets = np.repeat(own, np.diff(sketch.indptr))
     root = 1.0 / np.sqrt(graph.degrees + 1.0)
     peers = [q for q in range(len(members)) if q != server]
-    reverse, edge_bounds = np.zeros(0, np.int64), dict.fromkeys(peers, np.zeros(len(bounds[server]), np.int64))
+    reverse, numbers = np.zeros(0, np.int64), np.zeros(0, np.int64)
+    edge_bounds = dict.fromkeys(peers, np.zeros(len(bounds[server]), np.int64))
     if attention:
+        numbers = targets * graph.vertices + sketch.sources
         reverse, edge_bounds = _reversed(server, peers, sketches, members, bounds, owner, targets)
     return Part(
         server=server,
@@ -184,6 +188,7 @@ def _part(
         indices=number[sketch.sources].astype(np.int32),
         weights=(root[targets] * root[sketch.sources]).astype(np.float32),
         reverse=reverse,
+        numbers=numbers,
         bounds=bounds[server],
         ghosts=len(sketch.ghosts),
         sends={q: _exchange(sketch, sketches[q], bounds[server], server, q, owner, local) for q in peers},

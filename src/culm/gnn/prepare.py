@@ -14,7 +14,7 @@ from culm.checkpoint.storage import Storage
 from culm.errors import UsageError
 from culm.gnn.files import write_part
 from culm.gnn.memory import refuse_what_does_not_fit
-from culm.gnn.parameters import saved_name
+from culm.gnn.parameters import INITIAL
 from culm.gnn.partition import cut, owners
 from culm.gnn.program import first_gather, gathered_width, orders, sent_width
 from culm.gnn.sparse import Adjacency
@@ -89,4 +89,4 @@ def source_rows(graph: Graph, model: Model) -> Tensor:
 def write_initial(weights: dict[int, Weights], checkpoints: str) -> None:
     """Version 0, which a run can always go back to."""
     tensors = {f"{layer}.{name}": t for layer, own in weights.items() for name, t in own.items()}
-    Storage(checkpoints).write(saved_name(0, None), encode(tensors))
+    Storage(checkpoints).write(INITIAL, encode(tensors))

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from culm.cluster.timeouts import derive
 from culm.errors import UsageError
 from culm.gnn import faults, prepare
 from culm.gnn.board import MODES, Mode
@@ -17,6 +18,7 @@ from culm.observe.folder import vacant
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from culm.cluster.etcd import Access
     from culm.gnn.graph import Graph
     from culm.gnn.model import Model
     from culm.gnn.program import Place
@@ -50,6 +52,9 @@ class Request:
     checkpoint_every: int
     kills: tuple[str, ...]
     instance: str
+    etcd: Access | None
+    suspect_after: float
+    dash: bool
     out: str | None
 
     def check(self) -> None:
@@ -78,6 +83,7 @@ class Request:
         if self.out is not None:
             vacant(self.out)
         prices_of().machine(self.instance)
+        derive(self.suspect_after)
         prepare.check_memory(self.graph, self.model)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import tempfile
 import time
@@ -12,28 +13,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from culm.checkpoint.storage import Storage
-from culm.cluster.store import MemoryStore, StoreServer
 from culm.gnn import faults, prepare
+from culm.gnn.dash import Render, kept_fresh, served
 from culm.gnn.desk import Desk
-from culm.gnn.launch.base import Launcher, Ticket
+from culm.gnn.launch.base import Launcher
 from culm.gnn.launch.local import LocalLauncher
 from culm.gnn.lead import Leader
 from culm.gnn.ledger import Epoch, Evaluation
+from culm.gnn.meeting import Meeting, meet
 from culm.gnn.model import initial_weights
 from culm.gnn.page import page
 from culm.gnn.setup import Setup
 from culm.gnn.summary import summarise
 from culm.gnn.tune import Tuner
 from culm.observe.folder import RunFolder, claim
-from culm.transport.sockets import SocketTransport
 
 if TYPE_CHECKING:
     from culm.gnn.lead import Findings
     from culm.gnn.request import Request
 
 SERVERS = "culm.gnn.host:serve"
-_FOREVER_S = 30 * 24 * 3600.0
 _TUNE_S = 0.25
+_PAGE = "report.html"
 
 
 @dataclass(frozen=True)
@@ -92,29 +93,39 @@ class _Run:
     async def go(self) -> Outcome:
         setup, intervals = await asyncio.to_thread(self._prepare)
         self._watcher.prepared(setup, self._wanted.graph)
-        transport = SocketTransport(secret=self._token.encode())
-        store = MemoryStore()
-        serving = asyncio.create_task(StoreServer(store, transport).serve())
-        host, _, port = transport.address.rpartition(":")
-        ticket = Ticket(self._run, self._token, host, int(port), _FOREVER_S)
-        first = self._wanted.first_workers
-        desk = Desk(self._run, self._token, self._workers, first, seconds=self._wanted.worker_seconds, told=self._event)
+        wanted = self._wanted
+        async with meet(
+            wanted.etcd, self._run, self._token, suspect_after=wanted.suspect_after, said=self._watcher.told
+        ) as meeting:
+            self._event(kind="store", where=meeting.kind)
+            return await self._together(setup, intervals, meeting)
+
+    async def _together(self, setup: Setup, intervals: int, meeting: Meeting) -> Outcome:
+        wanted = self._wanted
+        desk = Desk(
+            self._run, self._token, self._workers, wanted.first_workers, seconds=wanted.worker_seconds, told=self._event
+        )
         leader = Leader(
-            setup, store.client("leader"), desk, self._servers, ticket,
-            patience=self._wanted.patience, latency_s=self._wanted.latency_s,
+            setup, meeting, desk, self._servers,
+            patience=wanted.patience, latency_s=wanted.latency_s,
             told=self._event, epoch=self._epoch, evaluated=self._evaluated,
         )  # fmt: skip
-        try:
-            findings = await self._lead(leader, desk, intervals)
-            await desk.close()
-        finally:
-            serving.cancel()
-            await transport.close()
+
+        def render() -> str:
+            return page(self._summary(setup, leader.found, desk, intervals), self._events, self._steps, live=True)
+
+        async with contextlib.AsyncExitStack() as stack:
+            if wanted.dash:
+                self._watcher.told(f"the run is shown at {await stack.enter_async_context(served(render))}")
+            findings = await self._lead(leader, desk, intervals, render)
+        await desk.close()
         return self._outcome(setup, findings, desk, intervals)
 
-    async def _lead(self, leader: Leader, desk: Desk, intervals: int) -> Findings:
+    async def _lead(self, leader: Leader, desk: Desk, intervals: int, render: Render) -> Findings:
         """The leader, and beside it whoever must go on while it does; the first to fail ends all."""
         beside = [asyncio.create_task(desk.supply())]
+        if self._wanted.out is not None and "://" not in self._wanted.out:
+            beside.append(asyncio.create_task(kept_fresh(render, Storage(self._wanted.out), _PAGE)))
         if self._wanted.workers == "auto":
             beside.append(asyncio.create_task(self._tune(leader, desk, intervals)))
         if self._wanted.kills:
@@ -211,12 +222,15 @@ class _Run:
         self._watcher.evaluated(evaluation)
 
     def _outcome(self, setup: Setup, findings: Findings, desk: Desk, intervals: int) -> Outcome:
-        wanted = self._wanted
-        summary = summarise(
-            setup, findings, desk, wanted.graph, intervals,
-            launcher=self._workers.name, instance=wanted.instance, wall_s=time.monotonic() - self._began,
-        )  # fmt: skip
+        summary = self._summary(setup, findings, desk, intervals)
         self._folder.write("summary.json", summary)
-        if wanted.out is not None:
-            Storage(wanted.out).write("report.html", page(summary, self._events, self._steps).encode())
+        if self._wanted.out is not None:
+            Storage(self._wanted.out).write(_PAGE, page(summary, self._events, self._steps).encode())
         return Outcome(setup, findings, summary)
+
+    def _summary(self, setup: Setup, findings: Findings, desk: Desk, intervals: int) -> dict[str, Any]:
+        """What it has come to so far."""
+        return summarise(
+            setup, findings, desk, self._wanted.graph, intervals,
+            launcher=self._workers.name, instance=self._wanted.instance, wall_s=time.monotonic() - self._began,
+        )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -24,10 +25,12 @@ class Seat:
     link: Link
     mapped: bool = False
     ready: bool = False
-    tasks: dict[Task, float] = field(default_factory=dict)
-    """What it has, since when."""
+    tasks: dict[Task, float | None] = field(default_factory=dict)
+    """What it has, since when; None: it came with another one."""
     kept: dict[tuple[int, int], int] = field(default_factory=dict)
     """By interval and layer: the pass whose forward it has kept."""
+    then: dict[Task, Task] = field(default_factory=dict)
+    """What it goes on with after a task."""
 
 
 class Seats:
@@ -54,6 +57,10 @@ class Seats:
     def get(self, name: str) -> Seat | None:
         return self._seats.get(name)
 
+    def went_on(self, seat: Seat, task: Task) -> None:
+        """A worker goes on with a task that it was given before."""
+        seat.tasks[task] = None
+
     def returned(self, seat: Seat, task: Task, now: float, *, waited: float, seconds: float) -> None:
         """A task came back: how long the way takes beside the work says how many must be under way."""
         since = seat.tasks.pop(task, None)
@@ -66,15 +73,18 @@ class Seats:
     def leave(self, name: str) -> None:
         self._seats.pop(name, None)
 
-    def choose(self, task: Task, avoid: tuple[str, ...] = ()) -> Seat | None:
+    def choose(
+        self, task: Task, avoid: tuple[str, ...] = (), waits: Callable[[Task], bool] = lambda _: False
+    ) -> Seat | None:
         """Who gets a task: the last one that had the interval if it has room, else the least busy. Never one that works
-        on the same task already."""
-        free = [s for s in self._seats.values() if s.ready and len(s.tasks) < self.in_flight and s.name not in avoid]
+        on the same task already. What `waits` at a worker takes no room: it may wait for this very task."""
+        load = {name: sum(not waits(t) for t in seat.tasks) for name, seat in self._seats.items()}
+        free = [s for s in self._seats.values() if s.ready and load[s.name] < self.in_flight and s.name not in avoid]
         if not free:
             return None
         last = self._last.get(task.interval)
-        chosen = min(free, key=lambda s: (len(s.tasks), s.name != last))
-        if last is not None and len(chosen.tasks) > 0:
+        chosen = min(free, key=lambda s: (load[s.name], s.name != last))
+        if last is not None and load[chosen.name] > 0:
             chosen = next((s for s in free if s.name == last), chosen)
         self._last[task.interval] = chosen.name
         return chosen

@@ -10,20 +10,21 @@ import asyncio
 import contextlib
 import socket
 import time
-from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from culm.errors import RunError
 from culm.gnn import messages as say
 from culm.gnn.board import Board, Task, passes
 from culm.gnn.compute import Kernel, Outcome
-from culm.gnn.files import read_part
 from culm.gnn.link import Link, Listener, dial
 from culm.gnn.notes import Notes
 from culm.gnn.program import Step, gradients_of, walk
 from culm.gnn.seats import Seat, Seats
 from culm.gnn.setup import Generation, Permit, Setup, pack, unpack
-from culm.gnn.shard import Shard
+from culm.gnn.shard import Slice
+from culm.gnn.share import share
 from culm.gnn.tally import Tally
 
 if TYPE_CHECKING:
@@ -35,13 +36,6 @@ if TYPE_CHECKING:
 _TICK_S = 0.1
 
 
-@lru_cache(maxsize=1)
-def _shard(setup: Setup, number: int) -> Shard:
-    """Read once a process: a new generation needs no new tables."""
-    part, source, labels, roles = read_part(Path(setup.parts), number)
-    return Shard(part, setup.model, source, labels, roles)
-
-
 class GraphSession:
     """One graph server in one generation."""
 
@@ -50,11 +44,11 @@ class GraphSession:
         self._generation = generation
         self._listener = Listener(token, self._accepted, setup.host)
         self.address = self._listener.address
-        self._shard = _shard(setup, number)
+        self._shard, feeds = share(setup, number)
         self._board = Board(
             setup.model,
             server=number,
-            feeds=self._shard.feeds(),
+            feeds=feeds,
             plan=passes(setup.epochs, setup.evaluate_every),
             mode=setup.mode,
             staleness=setup.staleness,
@@ -84,7 +78,12 @@ class GraphSession:
     # The generation.
 
     async def run(self, members: dict[str, str]) -> None:
-        await self._meet(members)
+        try:
+            await self._meet(members)
+        except RunError:  # somebody is gone already: this generation will not get anywhere
+            self._broken.set()
+            await self._alarm()
+            return
         async with asyncio.TaskGroup() as group:
             group.create_task(self._alarm())
             group.create_task(self._permits())
@@ -186,28 +185,35 @@ class GraphSession:
         """Give out what workers can do, oldest first, while somebody has room."""
         for task in list(self._board.ready("worker")):
             busy = tuple(self._board.running().get(task, ()))
-            seat = self._seats.choose(task, busy)
+            seat = self._seats.choose(task, busy, self._board.waits)
             if seat is not None:
                 self._give(task, seat)
 
     def _give(self, task: Task, seat: Seat) -> None:
-        step, now = self._board.step(task), self._board.plan[task.number]
+        step, then = self._board.step(task), self._board.following(task)
         kept = step.back and seat.kept.get((task.interval, step.layer)) == task.number
         if not self._board.running().get(task):
             self._shard.prepare(step, task.interval)
-        pieces = self._shard.inputs(step, task.interval, kept=kept)
-        message = say.Work(
+        message = self._described(task, kept=kept)
+        if then is not None:
+            seat.then[task] = then
+            message = msgspec.structs.replace(message, then=self._described(then, kept=False))
+        now = time.monotonic()
+        seat.tasks[task] = now
+        self._board.begin(task, seat.name, now)
+        named = [*message.pieces, *(message.then.pieces if message.then is not None else ())]
+        seat.link.send(message, [] if seat.mapped else self._shard.rows([Slice(*piece) for piece in named]))
+
+    def _described(self, task: Task, *, kept: bool) -> say.Work:
+        step, now = self._board.step(task), self._board.plan[task.number]
+        return say.Work(
             task=(task.number, task.at, task.interval),
             now=(now.number, now.epoch, now.train),
             step=step[:3],
             versions=self._board.versions(task),
-            pieces=tuple((p.table, p.start, p.stop) for p in pieces),
+            pieces=tuple((p.table, p.start, p.stop) for p in self._shard.inputs(step, task.interval, kept=kept)),
             kept=kept,
         )
-        now_s = time.monotonic()
-        seat.tasks[task] = now_s
-        self._board.begin(task, seat.name, now_s)
-        seat.link.send(message, [] if seat.mapped else self._shard.rows(pieces))
 
     def _count(self, task: Task, step: Step, outcome: Outcome) -> None:
         """A dense task is done for the first time: its rows and gradients count."""
@@ -262,7 +268,7 @@ class GraphSession:
         del link
         if isinstance(message, say.Version):
             self._biases[message.layer, message.version] = tensors[0]
-            self._board.version(message.layer, message.version)
+            self._board.version(message.layer, message.version, time.monotonic())
             self._wake.set()
 
     def _heard_worker(self, link: Link, message: say.Message, tensors: list[Tensor]) -> None:
@@ -284,6 +290,7 @@ class GraphSession:
 
     def _refused(self, seat: Seat, task: Task) -> None:
         seat.tasks.pop(task, None)
+        seat.then.pop(task, None)
         seat.kept.clear()
         self._board.refused(task, seat.name)
 
@@ -291,6 +298,7 @@ class GraphSession:
         task = Task(*message.task)
         self._seats.returned(seat, task, time.monotonic(), waited=message.waited, seconds=message.seconds)
         self._notes.worked(message.seconds)
+        then = seat.then.pop(task, None)
         if not self._board.current(task):
             self._notes.refused += 1
             return
@@ -302,6 +310,9 @@ class GraphSession:
             gradients.setdefault(layer, {})[name] = tensor
         rows = tensors[0] if message.rows else None
         self._count(task, step, Outcome(rows, gradients, message.loss, message.counts))
+        if then is not None and self._board.current(then):
+            self._seats.went_on(seat, then)
+            self._board.begin(then, seat.name, time.monotonic())
 
     def _lost_worker(self, link: Link) -> None:
         self._seats.leave(link.name)

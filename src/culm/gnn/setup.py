@@ -2,9 +2,9 @@
 
 setup                   this, once
 seats/SEAT              who sits on it: graph-0, graph-1, ..., parameter-0, ...; ends with the process
-generation              (number, version of the weights it starts from)
+generation              what everyone trains under
 members/NUMBER/SEAT     addresses in a generation
-saved/SEAT              versions of the weights that a parameter server has on storage
+saved/SEAT              versions of the weights that a parameter server has on storage, and where
 report/SEAT             what a graph server has to tell: losses, counts, queues
 permit                  (generation, passes below this number may run, passes in all)
 broken/NUMBER           a connection of this generation broke: everyone starts over
@@ -79,6 +79,8 @@ class Generation(msgspec.Struct, frozen=True):
     """Of the weights that it starts from: the newest that every parameter server has saved."""
     start: int
     """The first pass."""
+    sources: tuple[str, ...]
+    """Where each parameter server finds that version."""
 
 
 class Permit(msgspec.Struct, frozen=True):

@@ -6,7 +6,7 @@ Tables, by name (l is a layer, rows are own vertices or edges; T and D have the 
     G l    gathered rows                              D l    gradients of gathered rows, sent back
     U l    gradients of what was sent, gathered       S l    raw attention scores of edges
     A l    attention and gradients of scores, of own edges and of those that peers sent
-    B l    gradients of attention
+    B l    gradients of attention                     numbers    of edges, where chance drops attention
 
 All but T and D lie in an arena that local workers map: a task names slices of them.
 """
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from culm.gnn.board import Feed
+    from culm.gnn.feeds import Feed
     from culm.gnn.model import Model
     from culm.gnn.partition import Part
 
@@ -52,6 +52,8 @@ class Shard:
         for name, given in (("X", source), ("labels", labels), ("roles", roles), ("vertices", part.vertices)):
             self.tables[name].copy_(torch.as_tensor(given))
         self.tables["indptr"].copy_(torch.as_tensor(part.indptr))
+        if model.attention_dropout:
+            self.tables["numbers"].copy_(torch.as_tensor(part.numbers))
         self._seen = part.size + part.ghosts
         for layer in range(self._first, model.layers):
             self.tables[f"T{layer}"] = torch.zeros(self._seen, sent_width(model, layer))
@@ -98,7 +100,8 @@ class Shard:
         if step.kind == "AE":
             offsets = Slice("indptr", rows.start, rows.stop + 1)
             back = [own(f"A{step.layer}", edges), own(f"B{step.layer}", edges)] if step.back else []
-            return [offsets, own(f"S{step.layer}", edges), *back]
+            chance = [own("numbers", edges)] if self._model.attention_dropout else []
+            return [offsets, own(f"S{step.layer}", edges), *back, *chance]
         source = own("X" if step.layer == self._first else f"G{step.layer - 1}")
         if step.back:
             return [own("vertices"), own(f"U{step.layer}")] + ([] if kept else [source])
@@ -192,6 +195,8 @@ def _shapes(part: Part, model: Model, width: int) -> Mapping[str, tuple[str, tup
         "vertices": ("int64", (size,)),
         "indptr": ("int32", (size + 1,)),
     }
+    if model.attention_dropout:
+        found["numbers"] = ("int64", (edges,))
     for layer in range(first_gather(model), model.layers):
         found[f"G{layer}"] = ("float32", (size, gathered_width(model, layer)))
         found[f"U{layer}"] = ("float32", (size, sent_width(model, layer)))

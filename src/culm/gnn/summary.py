@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from typing import TYPE_CHECKING, Any
 
 from culm.gnn.price import bill, prices_of, value
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from culm.gnn.model import Weights
     from culm.gnn.setup import Setup
 
-WORKER_GB = 1.769
+WORKER_GB = 1769 / 1024
 """Memory at which AWS Lambda gives a worker one whole core."""
 
 
@@ -34,6 +35,7 @@ def summarise(
     epochs = len(ledger.losses)
     times = ledger.epoch_times()
     best = ledger.best
+    recoveries = findings.recoveries.rows(time.monotonic())
     servers = setup.servers + setup.parameter_servers
     prices = prices_of()
     paid = bill(
@@ -80,8 +82,8 @@ def summarise(
         "workers_launched": desk.launched,
         "workers_lost": desk.lost,
         "callers_refused": desk.refused,
-        "preemptions": desk.lost + len(findings.recoveries),
-        "recoveries": findings.recoveries,
+        "preemptions": desk.lost + sum(len(recovery["lost"]) for recovery in recoveries),
+        "recoveries": recoveries,
         "generations": findings.generations,
         "weights_sha256": digest(findings.weights),
         "cost_usd": paid.usd,

@@ -57,6 +57,8 @@ class _Job:
     work: say.Work = field(compare=False)
     inputs: list[Tensor] = field(compare=False)
     arrived: float = field(compare=False)
+    then: _Job | None = field(compare=False, default=None)
+    """What to go on with afterwards."""
 
 
 class _Worker:
@@ -177,10 +179,21 @@ class _Generation:
                 link.close()
 
     def _take(self, link: Link, work: say.Work, tensors: list[Tensor]) -> None:
+        job = self._job(link, work, tensors)
+        if work.then is not None:
+            job.then = self._job(link, work.then, tensors[len(work.pieces) :])
+        self._queue(job)
+
+    def _job(self, link: Link, work: say.Work, tensors: list[Tensor]) -> _Job:
         tables = self._tables.get(link)
-        inputs = tensors if tables is None else [tables[t][a:b] for t, a, b in work.pieces]
-        heapq.heappush(self._jobs, _Job(work.task, link, work, inputs, time.perf_counter()))
-        for layer, version in work.versions.items():
+        count = len(work.pieces)
+        inputs = tensors[:count] if tables is None else [tables[t][a:b] for t, a, b in work.pieces]
+        return _Job(work.task, link, work, inputs, time.perf_counter())
+
+    def _queue(self, job: _Job) -> None:
+        job.arrived = time.perf_counter()
+        heapq.heappush(self._jobs, job)
+        for layer, version in job.work.versions.items():
             self._pull(layer, version)
         self._wake.set()
 
@@ -209,6 +222,8 @@ class _Generation:
             begun = time.perf_counter()
             outcome = await loop.run_in_executor(self._thread, self._compute, job, weights, kept)
             self._answer(job, outcome, begun)
+            if job.then is not None:
+                self._queue(job.then)
 
     def _next(self) -> _Job | None:
         """The oldest task whose weights are there."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from culm.runtime.epoch import EvaluationReport, StepReport
 from culm.runtime.update import added
@@ -22,6 +23,16 @@ class CommittedStep:
     norm: float | None
     skipped: bool
     evaluation: float | None
+
+
+class Run(NamedTuple):
+    """Steps in a row that each counted, and lost, as many samples, and moved the weights or did not."""
+
+    first: int
+    steps: int
+    samples: int
+    lost: int
+    skipped: bool
 
 
 @dataclass
@@ -52,6 +63,10 @@ class Ledger:
     lost: int = 0
     duplicated: int = 0
     skipped: int = 0
+    redone: int = 0
+    """Samples of steps that were committed, and are run once more: they count once, and their time is lost."""
+    runs: list[Run] = field(default_factory=list)
+    """All steps that count, as few runs as they make: so a part of them can be taken back."""
     last: CommittedStep | None = None
     evaluations: dict[int, float] = field(default_factory=dict)
     """By step."""
@@ -74,13 +89,31 @@ class Ledger:
         self._open.clear()
 
     def rewind(self, step: int) -> None:
-        """Back to a checkpoint: the steps since then will be run, and counted, again."""
-        again = self.next_step - step
-        self.samples -= again * (self.samples // max(self.steps, 1))
-        self.steps -= again
-        self.next_step = step
+        """To a checkpoint: the steps since then will be run, and counted, again. It may be ahead of what everyone has
+        reported: whoever saved it has made all steps that it holds, and so they count."""
+        while self.next_step < step and self._presumed() is not None:
+            pass
+        before = self.samples
+        left = [run._replace(steps=min(run.steps, step - run.first)) for run in self.runs if run.first < step]
+        self.runs, self.next_step = left, step
+        self.steps = sum(run.steps for run in left)
+        self.samples = sum(run.steps * run.samples for run in left)
+        self.lost = sum(run.steps * run.lost for run in left)
+        self.skipped = sum(run.steps * run.skipped for run in left)
+        self.redone += before - self.samples
         self.evaluations = {at: loss for at, loss in self.evaluations.items() if at < step}
         self._open.clear()
+
+    def _presumed(self) -> CommittedStep | None:
+        """Enter the next step by the reports that there are or, without any, as one like the last."""
+        entry = self._open.pop(self.next_step, _Open())
+        if any(report.loss_sum is not None for report in entry.reports.values()):
+            made: CommittedStep | None = _committed(self.next_step, entry, self.micro_batch)
+        else:
+            made = None if self.last is None else replace(self.last, step=self.next_step, evaluation=None)
+        if made is not None:
+            self._enter(made)
+        return made
 
     def _completed(self) -> Iterator[CommittedStep]:
         while self._complete(self.next_step):
@@ -98,6 +131,7 @@ class Ledger:
         return bool(self.evaluate_every) and (step + 1) % self.evaluate_every == 0
 
     def _enter(self, made: CommittedStep) -> None:
+        self._lengthen(Run(made.step, 1, made.samples, made.lost, made.skipped))
         self.next_step += 1
         self.steps += 1
         self.samples += made.samples
@@ -107,6 +141,14 @@ class Ledger:
         self.last = made
         if made.evaluation is not None:
             self.evaluations[made.step] = made.evaluation
+
+    def _lengthen(self, one: Run) -> None:
+        """Another step: like those before it, or the first of another run."""
+        before = self.runs.pop() if self.runs else one._replace(steps=0)
+        if before[2:] == one[2:]:
+            self.runs.append(before._replace(steps=before.steps + 1))
+        else:
+            self.runs += [before, one]
 
 
 def _committed(step: int, entry: _Open, micro_batch: int) -> CommittedStep:

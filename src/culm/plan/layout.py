@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -23,6 +23,8 @@ from culm.schedule.walk import walk
 
 SHADOWING = ("shadow", "shadow-lazy")
 """Strategies in which the predecessor of a lost worker stands in for it."""
+_HEEDLESS = ("none", "checkpoint", "drop", "migrate")
+"""Strategies that do nothing ahead of a loss: a stage may have one holder alone, unless that one is about to go."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +83,9 @@ class Layout:
     home: Mapping[tuple[int, int], int] = field(default_factory=dict)
     """By (segment, micro-batch): who runs it; what has none is shared by the runners."""
     source: str = "peers"
-    """Where the lost layers are now: peers, or shadow."""
+    """Where the lost layers are now: peers, or shadow; drop: nobody runs what they ran."""
+    dropped: tuple[int, ...] = ()
+    """Micro-batches that nobody runs."""
 
 
 def orphaned(world: World) -> list[int]:
@@ -91,7 +95,38 @@ def orphaned(world: World) -> list[int]:
 
 
 def arrange_around(world: World) -> Layout:
-    """Fill the holes. Every stage has a holder (see `orphaned`)."""
+    """Fill the holes, or leave them. Every stage has a holder (see `orphaned`)."""
+    whole = _whole(world) if world.strategy == "drop" else []
+    return _leave_out(world, whole) if whole else _filled(world)
+
+
+def _whole(world: World) -> list[int]:
+    """The pipelines that miss nobody."""
+    D, P = world.plan.pipelines, world.plan.stages
+    return [d for d in range(D) if all(_own(world, slot) for slot in range(d * P, (d + 1) * P))]
+
+
+def _leave_out(world: World, whole: Collection[int]) -> Layout:
+    """Whole pipelines alone go on, each with its own micro-batches. Those of the others are dropped, and their workers
+    only follow, until somebody has taken the empty place."""
+    full, P = world.plan, world.plan.stages
+    resting = tuple(slot for slot in range(len(full.workers)) if slot // P not in whole)
+    rows = tuple(() if slot in resting else row for slot, row in enumerate(full.workers))
+    runners = {stage: tuple(d * P + stage for d in whole) for stage in range(P)}
+    shares = full.by_pipeline
+    home = {(g, m): d * P + g % P for d in whole for m in shares[d] for g in range(full.segments)}
+    copies = (*_replicas(world, runners), *_fresh(world, runners, _arrivals(world, runners)))
+    dropped = tuple(micro for d, share in enumerate(shares) for micro in share if d not in whole)
+    return Layout(replace(full, workers=rows, failed=resting), runners, copies, home, "drop", dropped)
+
+
+def _fresh(world: World, runners: Mapping[int, tuple[int, ...]], wanted: Iterable[tuple[int, int]]) -> list[Replica]:
+    """Copies for newcomers, (worker, stage), to be made."""
+    return [Replica(stage, worker, _source(world, runners[stage], worker), fresh=True) for worker, stage in wanted]
+
+
+def _filled(world: World) -> Layout:
+    """Every micro-batch is run by somebody."""
     stand_ins = _stand_ins(world)
     runners = {stage: _runners(world, stage, stand_ins) for stage in range(world.plan.stages)}
     plan = _plan(world, runners, stand_ins)
@@ -222,8 +257,8 @@ def _plan(world: World, runners: Mapping[int, tuple[int, ...]], stand_ins: Mappi
     if stand_ins == moved and _plain(full):
         left = set(failed) - set(moved)
         return _renamed(world.plans.best(_case(world, left)).plan if left else full, world, moved)
-    split = any(action.kind is Kind.W for row in full.workers for action in row)
-    return merged(full, runners, _home(world, stand_ins), world.costs, split=split)
+    halved = any(action.kind is Kind.W for row in full.workers for action in row)
+    return merged(full, runners, _home(world, stand_ins), world.costs, halved=halved)
 
 
 def _plain(full: Plan) -> bool:
@@ -284,13 +319,15 @@ def merged(
     home: Mapping[tuple[int, int], int],
     costs: Costs,
     *,
-    split: bool,
+    halved: bool,
 ) -> Plan:
-    """A plan of the shape of another, in which workers run several stages."""
+    """A plan of the shape of another, in which workers run several stages. Backward is split where it was (`halved`),
+    and where that makes it shorter."""
     floor = Floor(
         stages=full.stages, segments=full.segments, workers=len(full.workers), runners=runners, costs=costs, ahead=0
     )
-    placed = place(whole_step(full.segments, full.micro_batches, split=split), floor, home)
+    steps = (whole_step(full.segments, full.micro_batches, split=split) for split in sorted({halved, True}))
+    placed = min((place(lots, floor, home) for lots in steps), key=lambda placed: placed.makespan)
     stages = [tuple(stage for stage, who in runners.items() if slot in who) for slot in range(len(full.workers))]
     lists = [[task.action for task in row] for row in placed.lists]
     try:
@@ -333,10 +370,11 @@ def _replicas(world: World, runners: Mapping[int, tuple[int, ...]]) -> tuple[Rep
         if slot not in runners[stage]
     ]
     load = Counter({slot: len(held) for slot, held in world.held.items()})
+    enough = 0 if world.strategy in _HEEDLESS else 1
     for stage in range(world.plan.stages):
         holders = {*runners[stage], *(replica.slot for replica in found if replica.stage == stage)}
         able = [slot for slot in world.held if slot not in holders and slot not in world.leaving]
-        if len(holders - world.leaving) <= 1 and able and world.strategy != "none":
+        if len(holders - world.leaving) <= enough and able and world.strategy != "none":
             near = {world.zones.get(slot) for slot in holders} - {None}
             chosen = min(able, key=lambda w: (world.zones.get(w) in near, load[w], (stage - w) % world.plan.stages, w))
             load[chosen] += 1

@@ -8,7 +8,7 @@ by itself, and the result is the smallest set there is: nothing is in it that so
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -17,6 +17,7 @@ import msgspec
 from culm.schedule import Kind
 
 T = TypeVar("T")
+NOTHING: Mapping[int, Collection[int]] = {}
 
 
 class Cell(NamedTuple):
@@ -76,17 +77,24 @@ class Missing:
 
 
 def lineage(
-    standings: Mapping[int, Standing], steps: Iterable[int], *, segments: int, micro_batches: int, split: bool = True
+    standings: Mapping[int, Standing],
+    steps: Iterable[int],
+    *,
+    segments: int,
+    micro_batches: int,
+    split: bool = True,
+    dropped: Mapping[int, Collection[int]] = NOTHING,
 ) -> Missing:
     """The smallest set of actions that completes the steps, given what the survivors have, by worker.
 
-    `split` says how a backward that is begun anew is run: as I and W, or as B. Where nobody holds a layer there is no
-    answer to be had; that is for the caller to see beforehand.
+    `split` says how a backward that is begun anew is run: as I and W, or as B. Micro-batches that are `dropped`, by
+    step, ask for nothing. Where nobody holds a layer there is no answer to be had; that is for the caller to see
+    beforehand.
     """
     have = _Have(standings)
     lots: list[Lot] = []
     for step in steps:
-        for micro in range(micro_batches):
+        for micro in (micro for micro in range(micro_batches) if micro not in dropped.get(step, ())):
             lots += _column(have, step, micro, segments, split)
     return Missing(tuple(lots), have.outputs, have.gradients, have.sums)
 

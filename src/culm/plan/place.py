@@ -41,6 +41,8 @@ class Floor:
     """By stage: the workers that add to its sums."""
     others: Mapping[int, Sequence[int]] = field(default_factory=dict)
     """By stage: further holders, which can run things for their output alone."""
+    guests: Collection[int] = ()
+    """Workers that run only what a tape binds to them."""
     costs: Costs = UNIT
     joint: bool = False
     """Whether a step ends for all stages together, because gradients are clipped by the norm of all."""
@@ -114,7 +116,8 @@ class _Pass:
         self.open = Counter((lot.cell.step, self._stage(lot)) for lot in lots if not lot.again)
         self.live: Counter[tuple[int, int]] = Counter()
         self.lists: list[list[Task]] = [[] for _ in range(floor.workers)]
-        self.free: set[int] = {w for held in (floor.runners, floor.others) for ws in held.values() for w in ws}
+        self.free = {w for held in (floor.runners, floor.others) for ws in held.values() for w in ws}
+        self.free |= {*floor.guests}
         self.bound: dict[int, list[_Ready]] = {worker: [] for worker in self.free}
         self.shared: dict[tuple[int, ...], list[_Ready]] = {}
         self.blocked: list[int] = []
@@ -292,9 +295,3 @@ def whole_step(segments: int, micro_batches: int, *, split: bool, step: int = 0)
     """Everything there is to do in a step."""
     kinds = (Kind.F, Kind.I, Kind.W) if split else (Kind.F, Kind.B)
     return [Lot(Cell(step, g, m), kinds) for m in range(micro_batches) for g in range(segments)]
-
-
-def busiest(lists: Collection[Sequence[Task]], costs: Costs, segments: int) -> float:
-    """The work of the busiest worker: no placement of the same lists is done before that."""
-    price = prices(costs, segments)
-    return max((sum(price[task.action.kind][task.action.segment] for task in row) for row in lists), default=0.0)

@@ -6,13 +6,16 @@ derived: who sends what it kept to whom, who adds up, who gives a complete sum t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
+from culm.plan.handover import Ordered, Part, in_time, order, parts, staying_first
 from culm.plan.lineage import Cell, Missing, Standing, lineage
-from culm.plan.place import Floor, Task, best
+from culm.plan.place import Floor, Task
 from culm.schedule import UNIT, Action, Costs, Kind
 from culm.schedule.action import BACKWARD
 
@@ -27,10 +30,14 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
     """By step and name ("5 2F0"): who keeps what nobody runs but somebody needs."""
     sums: tuple[tuple[int, int, int], ...] = ()
     """(step, segment, slot): sums that are complete already, and one worker that has each."""
+    parts: tuple[Part, ...] = ()
+    """The sums that workers which leave give to others, before these are added up."""
     versions: tuple[dict[int, int], ...] = ()
-    """By slot, by stage held: the step that its weights are for."""
+    """By slot that stays, by stage held: the step that its weights are for."""
     runners: tuple[tuple[int, ...], ...] = ()
     """By stage: the workers whose sums are added up for these steps."""
+    dropped: dict[int, tuple[int, ...]] = {}
+    """By step: the micro-batches that are left out of it (strategy drop)."""
     redone: int = 0
     """How many of the actions had been finished before by somebody, as far as survivors saw."""
     length: float = 0.0
@@ -108,36 +115,50 @@ class Scene:
     home: Mapping[tuple[int, int], int] = field(default_factory=dict)
     """By (segment, micro-batch): who runs it in the plan from now on."""
     leaving: Collection[int] = ()
-    """Who is about to go: it ends what it has begun and gives what it has, but begins nothing where others can."""
+    """Who is about to go, and so is no runner: it ends what it has begun and gives what it has."""
+    patience: float = math.inf
+    """How long it can go on with that, in the unit of the costs."""
+    dropped: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """By open step: the micro-batches that are left out of it."""
 
 
 def recover(scene: Scene, standings: Mapping[int, Standing]) -> Recovery:
     """The least that completes all open steps, placed on holders."""
     steps = tuple(range(scene.first, _last(standings, scene.first) + 1))
     usable = {slot: _of_runners(standing, slot, scene) for slot, standing in standings.items()}
-    begin = {stage: _staying(runners, scene.leaving) for stage, runners in scene.runners.items()}
+    staying = {slot: standing for slot, standing in standings.items() if slot not in scene.leaving}
     floor = Floor(
         stages=scene.stages,
         segments=scene.segments,
         workers=scene.slots,
-        runners=begin,
-        others={stage: _others(standings, stage, begin[stage]) for stage in range(scene.stages)},
+        runners=scene.runners,
+        others={stage: _others(staying, stage, scene.runners[stage]) for stage in range(scene.stages)},
+        guests=scene.leaving,
         costs=scene.costs,
         joint=scene.joint,
     )
-    shape = {"segments": scene.segments, "micro_batches": scene.micro_batches}
-    found = [lineage(usable, steps, **shape, split=split) for split in ((True,) if scene.split else (False, True))]
-    missing, placed = min(
-        ((missing, best(missing.lots, floor, scene.home)) for missing in found), key=lambda pair: pair[1].makespan
+    asked = partial(
+        lineage, steps=steps, segments=scene.segments, micro_batches=scene.micro_batches, dropped=scene.dropped
     )
+
+    def attempt(found: Mapping[int, Standing]) -> tuple[Missing, Ordered]:
+        ways = (True,) if scene.split else (False, True)
+        tried = [asked(found, split=split) for split in ways]
+        placed = [(missing, order(missing.lots, floor, scene.home, scene.leaving)) for missing in tried]
+        return min(placed, key=lambda pair: pair[1].makespan)
+
+    missing, placed = in_time(usable, scene.leaving, scene.patience, attempt)
+    missing = staying_first(missing, scene.leaving)
     return Recovery(
         steps=steps,
         lists=tuple(tuple((step, str(action), again) for step, action, again in row) for row in placed.lists),
         kept=_needed(placed.lists, missing, scene),
         sums=tuple(sorted((step, g, slots[0]) for (step, g), slots in missing.sums.items() if step in steps)),
-        versions=tuple(standings[slot].versions if slot in standings else {} for slot in range(scene.slots)),
+        parts=parts(usable, placed.lists, missing.sums, scene.runners, scene.leaving),
+        versions=tuple(staying[slot].versions if slot in staying else {} for slot in range(scene.slots)),
         runners=tuple(tuple(scene.runners[stage]) for stage in range(scene.stages)),
-        redone=_redone(placed.lists, standings),
+        dropped={step: scene.dropped[step] for step in steps if scene.dropped.get(step)},
+        redone=_redone(placed.lists, standings, scene.leaving),
         length=placed.makespan,
     )
 
@@ -152,20 +173,26 @@ def _last(standings: Mapping[int, Standing], first: int) -> int:
 
 
 def _of_runners(standing: Standing, slot: int, scene: Scene) -> Standing:
-    """A tape or a sum counts where the stage is run; a shadow that is not needed keeps its tapes for itself."""
+    """A tape or a sum counts where the stage is run, or if its worker is about to go and gives it away; a shadow that
+    is not needed keeps its tapes for itself."""
+    if slot in scene.leaving:
+        return standing
     mine = {stage for stage, runners in scene.runners.items() if slot in runners}
 
     def run(cells: Iterable[Cell]) -> tuple[Cell, ...]:
         return tuple(cell for cell in cells if cell.segment % scene.stages in mine)
 
+    summed = untainted(run(standing.summed), scene.dropped)
     return msgspec.structs.replace(
-        standing, forwards=run(standing.forwards), halves=run(standing.halves), summed=run(standing.summed)
+        standing, forwards=run(standing.forwards), halves=run(standing.halves), summed=summed
     )
 
 
-def _staying(runners: Sequence[int], leaving: Collection[int]) -> Sequence[int]:
-    """Of those that run a stage the ones that stay; all, if none does."""
-    return [slot for slot in runners if slot not in leaving] or runners
+def untainted(summed: Sequence[Cell], dropped: Mapping[int, Collection[int]]) -> tuple[Cell, ...]:
+    """What counts of one worker's own sums: nothing of one that has a micro-batch in it which was dropped since. The
+    worker throws that sum away (Desk.drop)."""
+    tainted = {(cell.step, cell.segment) for cell in summed if cell.micro in dropped.get(cell.step, ())}
+    return tuple(cell for cell in summed if (cell.step, cell.segment) not in tainted)
 
 
 def _others(standings: Mapping[int, Standing], stage: int, runners: Collection[int]) -> list[int]:
@@ -201,9 +228,11 @@ def needed(action: Action, segments: int) -> Action | None:
     return Action(segment + 1, Kind.I, micro) if kind in BACKWARD and segment + 1 < segments else None
 
 
-def _redone(lists: Sequence[Sequence[Task]], standings: Mapping[int, Standing]) -> int:
-    """Actions that were finished before, as survivors saw: what is run for its output alone, and what was taken."""
-    forwards: set[Cell] = set()
+def _redone(lists: Sequence[Sequence[Task]], standings: Mapping[int, Standing], leaving: Collection[int] = ()) -> int:
+    """Actions that were finished before, as survivors saw: what is run for its output alone, and what was taken; and
+    what somebody had begun who has no time to end it."""
+    gone = [standings[slot] for slot in leaving if slot in standings]
+    forwards = {cell for each in gone for cell in (*each.forwards, *each.halves)}
     backwards: set[Cell] = set()
     for each in standings.values():
         for cell in (*each.forwards, *each.halves, *each.summed):

@@ -158,7 +158,6 @@ def _refined(model: Model, depths: Depths) -> Cuts:
 def _uneven(model: Model, depths: Depths, cuts: Cuts) -> Plan:
     """Every worker sits in the slot of its first segment, and runs all up to the next worker's."""
     S = len(cuts) + 1
-    split = model.schedule == "zb"
     runs = {
         (d, s): slot for d, depth in enumerate(depths) for slot, held in _posts(model, d, depth, cuts) for s in held
     }
@@ -166,7 +165,7 @@ def _uneven(model: Model, depths: Depths, cuts: Cuts) -> Plan:
     bare = Plan(model.schedule, len(depths), S, S, model.micro_batches, ((),) * (len(depths) * S), shares=shares)
     home = {(s, m): runs[d, s] for d, micros in enumerate(bare.by_pipeline) for m in micros for s in range(S)}
     runners = {s: tuple(runs[d, s] for d in range(len(depths))) for s in range(S)}
-    return merged(bare, runners, home, plan_costs(model, cuts, len(depths)), split=split)
+    return merged(bare, runners, home, plan_costs(model, cuts, len(depths)), halved=model.schedule == "zb")
 
 
 def _posts(model: Model, pipeline: int, depth: int, cuts: Cuts) -> list[tuple[int, list[int]]]:

@@ -1,4 +1,4 @@
-"""Local nodes: a nursery, a store, and one run on them."""
+"""Local nodes: a nursery, the provider over it, a store, and one run on them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Any
 
 import msgspec
 
-from culm.cluster.recovered import Recovered, decode_recoveries
-from culm.cluster.setup import Request, Result, Setup, decode_node, decode_result, encode
-from culm.cluster.store import Change, MemoryStore, StoreServer
+from culm.cluster.setup import Request, Setup, encode
+from culm.cluster.store import MemoryStore, StoreServer
 from culm.errors import RunError
 from culm.providers import nursery as side
-from culm.providers.nursery import Exited, JobSource, Load, Loaded, Progress, Refused, Start, refused
+from culm.providers.base import Gone
+from culm.providers.nursery import Exited, JobSource, Load, Loaded, Progress, Refused, Start, Stop, refused
+from culm.providers.run import LocalRun
 from culm.transport.sockets import SocketTransport
+
+__all__ = ["LocalNursery", "LocalProvider", "LocalRun", "local_run"]
 
 Told = Callable[[str, int, int], None]
 """Progress of something long: what, how much is done, of how much."""
@@ -93,84 +95,24 @@ class LocalNursery:
         self.close()
 
 
-class LocalRun:
-    """A run on local nodes, as its launcher sees it."""
+class LocalProvider:
+    """The provider `local`: a node is an agent with its worker, forked out of the nursery in milliseconds."""
 
-    def __init__(self, setup: Setup, store: MemoryStore, number: int) -> None:
-        self.setup, self._store, self.number = setup, store, number
-        self._joined: set[str] = set()
-        self.lost: list[int] = []
-        """Nodes that vanished while the run went on, in order."""
-        self._recoveries = 0
-        self._news: asyncio.Queue[int | Recovered] = asyncio.Queue()
-        self._steps = store.subscribe("step")
-        self._results = store.subscribe("result")
-        self._joining = store.subscribe("nodes/")
-        store.listen("nodes/", self._heard_of_node)
-        store.listen("record", self._heard_of_record)
+    def __init__(self, nursery: LocalNursery, order: Start) -> None:
+        """Nodes are started by this order, each with its own number and zone."""
+        self._nursery, self._order = nursery, order
 
-    def _heard_of_node(self, change: Change) -> None:
-        self._joined.add(change.key)
-        if change.value is None and self._store.read("result") is None:
-            self.lost.append(int(change.key.rpartition("/")[2]))
-            self._news.put_nowait(self.lost[-1])
+    def start(self, node: int, zone: str = "") -> None:
+        self._nursery.order(msgspec.structs.replace(self._order, node=node, zone=zone))
 
-    def _heard_of_record(self, change: Change) -> None:
-        recoveries = decode_recoveries(change.value).recoveries if change.value is not None else ()
-        for recovered in recoveries[self._recoveries :]:
-            self._news.put_nowait(recovered)
-        self._recoveries = max(self._recoveries, len(recoveries))
+    def stop(self, node: int, notice_s: float = 0.0) -> None:
+        self._nursery.order(Stop(node, self._order.run, notice_s))
 
-    async def news(self) -> int | Recovered:
-        """The next node that is lost, or the next loss that the run has recovered from."""
-        return await self._news.get()
-
-    async def step(self) -> dict[str, Any] | None:
-        """The metrics of the next committed step; None when the run has ended."""
-        stepping = asyncio.ensure_future(self._steps.get())
-        ending = asyncio.ensure_future(self._ended())
-        try:
-            await asyncio.wait([stepping, ending], return_when=asyncio.FIRST_COMPLETED)
-            if not stepping.done():
-                return None
-            found: dict[str, Any] = msgspec.msgpack.decode(stepping.result().value or b"")
-            return found
-        finally:
-            stepping.cancel()
-            ending.cancel()
-
-    def joined(self, node: int) -> bool:
-        """Whether its agent has ever been in the store: from then on, its end is noticed there."""
-        return f"nodes/{node}" in self._joined
-
-    async def node_up(self) -> int:
-        """The number of the next node whose worker is up."""
+    async def gone(self) -> Gone:
         while True:
-            _, value = await self._joining.get()
-            if value is not None and (record := decode_node(value)).worker:
-                return record.node
-
-    async def _ended(self) -> None:
-        while self._store.read("result") is None:
-            await self._results.get()
-
-    def permit(self, until: int) -> None:
-        """With the gate `outside`: steps below this number may run."""
-        self._store.write("gate/permit", str(until).encode())
-
-    def finish(self, step: int) -> None:
-        """With the gate `outside`: end the run before a step."""
-        self._store.write("gate/finish", str(step).encode())
-
-    async def result(self) -> Result:
-        """How it ended."""
-        await self._ended()
-        return decode_result(self._store.read("result") or b"")
-
-    def fail(self, message: str) -> None:
-        """End the run from outside."""
-        if self._store.read("result") is None:
-            self._store.write("result", encode(Result(error="RunError", message=message)))
+            report = await self._nursery.report()
+            if isinstance(report, Exited) and report.run == self._order.run:
+                return Gone(report.node, report.status)
 
 
 @asynccontextmanager
@@ -189,33 +131,32 @@ async def local_run(
     prepared(setup)
     secret = os.urandom(32)
     transport = SocketTransport(secret=secret)
-    store = MemoryStore()
-    store.write("setup", encode(setup))
-    run = LocalRun(setup, store, next(_runs))
-    serving = asyncio.create_task(StoreServer(store, transport).serve())
-    for node in range(setup.nodes):
-        nursery.order(
-            Start(
-                node,
-                transport.address,
-                secret,
-                ports=ports,
-                neighbours=setup.nodes,
-                run=run.number,
-                kills=setup.kills,
-            )
-        )
-    left = set(range(setup.nodes))
-    watching = asyncio.create_task(_watch(nursery, run, left))
+    keys = MemoryStore()
+    keys.write("setup", encode(setup))
+    order = Start(
+        0,
+        transport.address,
+        secret,
+        ports=ports,
+        neighbours=setup.nodes,
+        run=next(_runs),
+        kills=setup.kills,
+        renews=setup.renews,
+    )
+    run = LocalRun(setup, keys.client("launcher"), LocalProvider(nursery, order))
+    tasks = [asyncio.create_task(StoreServer(keys, transport).serve()), asyncio.create_task(run.follow())]
     try:
+        await run.nodes.start(setup.nodes)
+        tasks.append(watching := asyncio.create_task(run.nodes.watch()))
         yield run
-        if store.read("result") is None:
+        if not run.ended:
             run.fail("the launcher ended the run")
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(asyncio.shield(watching), _PATIENCE_S)
     finally:
-        for task in (serving, watching):
+        for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await transport.close()
 
 
@@ -228,19 +169,3 @@ async def _loaded(nursery: LocalNursery, told: Told) -> Setup:
                 raise refused(report)
             case Progress(text, done, total):
                 told(text, done, total)
-
-
-async def _watch(nursery: LocalNursery, run: LocalRun, left: set[int]) -> None:
-    """Until every agent has ended. One that ends before the run does, where nobody else reports it, ends the run."""
-    while left:
-        try:
-            report = await nursery.report()
-        except RunError as error:
-            run.fail(str(error))
-            return
-        if isinstance(report, Exited) and report.run == run.number:
-            left.discard(report.node)
-            if not run.joined(report.node):
-                run.fail(f"node {report.node} ended with status {report.status} before it had joined")
-            if not left:
-                run.fail("all nodes have ended before the run")

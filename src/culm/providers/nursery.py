@@ -15,6 +15,7 @@ import io
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -62,6 +63,17 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     run: int = 0
     kills: tuple[str, ...] = ()
     """Blows that the nodes of the run strike themselves with."""
+    zone: str = ""
+    renews: bool = False
+    """Whether its worker may be ended and started anew."""
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """Take a node away: kill it, or with a notice tell its agent. One that is gone already is no error."""
+
+    node: int
+    run: int
+    notice_s: float = 0.0
 
 
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
@@ -92,7 +104,7 @@ class Exited(msgspec.Struct, frozen=True, tag="exited"):
     run: int = 0
 
 
-Order: TypeAlias = Load | Start
+Order: TypeAlias = Load | Start | Stop
 Report: TypeAlias = Loaded | Progress | Refused | Exited
 _encode = msgspec.msgpack.Encoder().encode
 _orders = msgspec.msgpack.Decoder(Order)
@@ -110,11 +122,14 @@ class Nursery:
         """By process id of the agent."""
         self._boards: dict[int, Board] = {}
         """By run: what nodes that are to be struck know of each other."""
+        self._deadlines: dict[int, float] = {}
+        """By process id of the agent: when a notice has run out."""
 
     def serve(self) -> None:
         """Obey until the launcher is gone."""
         while True:
             self._reap()
+            self._enforce()
             try:
                 if self._pipe.poll(_REAP_S):
                     self._obey(_orders.decode(self._pipe.recv_bytes()))
@@ -124,6 +139,9 @@ class Nursery:
     def _obey(self, order: Order) -> None:
         if isinstance(order, Start):
             self._start(order)
+            return
+        if isinstance(order, Stop):
+            self._stop(order)
             return
         try:
             self._job = _load(order.source)
@@ -165,11 +183,26 @@ class Nursery:
             self._pipe.close()
             run_node(job, order, board)
 
-        board = self._boards.setdefault(order.run, Board(order.neighbours)) if order.kills else None
+        board = self._boards.setdefault(order.run, Board()) if order.kills else None
         agent = fork(child)
         self._nodes[agent] = order
         if board is not None:
             board.enter(order.node, agent)
+
+    def _stop(self, order: Stop) -> None:
+        """A node that has ended and was not reaped yet keeps its process id: nobody else is ever struck."""
+        for agent, started in self._nodes.items():
+            if (started.node, started.run) == (order.node, order.run):
+                os.kill(agent, signal.SIGTERM if order.notice_s else signal.SIGKILL)
+                self._deadlines[agent] = time.monotonic() + order.notice_s
+
+    def _enforce(self) -> None:
+        """Nobody stays for longer than his notice."""
+        now = time.monotonic()
+        for agent in [agent for agent, deadline in self._deadlines.items() if deadline <= now]:
+            del self._deadlines[agent]
+            if agent in self._nodes:
+                os.kill(agent, signal.SIGKILL)
 
     def _reap(self) -> None:
         while self._nodes:
@@ -193,6 +226,8 @@ def fork(child: Callable[[], None]) -> int:
     try:
         child()
         status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 1
     except BaseException:
         traceback.print_exc()
     finally:

@@ -14,14 +14,16 @@ from culm.cluster.blows import Kill
 
 _CELL = 16
 """Bytes of a node on the board: two numbers."""
+_NODES = 4096
+"""More than a run on one machine ever has, with all that come and go."""
 
 
 class Board:
     """The agents of a run: their process ids, and when they were struck. Make it before they are forked: it lies in
     memory that all of them share, so a node in its last moment needs nobody's help to write there."""
 
-    def __init__(self, nodes: int) -> None:
-        self._cells = memoryview(mmap.mmap(-1, _CELL * nodes)).cast("d")
+    def __init__(self) -> None:
+        self._cells = memoryview(mmap.mmap(-1, _CELL * _NODES)).cast("d")
 
     def enter(self, node: int, agent: int) -> None:
         self._cells[2 * node] = agent

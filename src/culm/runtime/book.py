@@ -8,7 +8,7 @@ proof that every sample was counted once.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,6 +29,8 @@ class Book:
         self.segment = segment
         self.counts = [0] * micro_batches
         self.outcomes: dict[int, Outcome] = {}
+        self._given: list[Tensor] = []
+        """Riders of workers that are gone, without their counts, which are among those here."""
 
     def note(self, micro: int, outcome: Outcome) -> None:
         """F of a micro-batch ran here. Raises JobError if its statistics have other shapes than those before."""
@@ -52,7 +54,17 @@ class Book:
         rows.append(torch.tensor([layer.accumulator.bound for layer in self.segment.layers], dtype=torch.float64))
         rows.append(torch.tensor([not layer.accumulator.finite for layer in self.segment.layers], dtype=torch.float64))
         rows += [self._row(micro) for micro in range(len(self.counts))]
-        return torch.cat(rows)
+        rider = torch.cat(rows)
+        for given in self._given:
+            rider += given
+        return rider
+
+    def absorb(self, rider: Tensor) -> None:
+        """Another worker has given its sums, which are part of those here from now on: so are its rows."""
+        given, m = rider.clone(), len(self.counts)
+        self.counts = [mine + round(theirs) for mine, theirs in zip(self.counts, given[:m].tolist(), strict=True)]
+        given[:m] = 0
+        self._given.append(given)
 
     def _row(self, micro: int) -> Tensor:
         outcome = self.outcomes.get(micro)
@@ -94,20 +106,23 @@ class Book:
                 for layer in moving
             }
 
-    def settle(self, rider: Tensor) -> Settled:
-        """Read the sum: raises RunError unless every micro-batch was counted exactly once."""
+    def settle(self, rider: Tensor, dropped: Collection[int] = ()) -> Settled:
+        """Read the sum: raises RunError unless every micro-batch was counted exactly once, and dropped ones never."""
         m, n = len(self.counts), len(self.segment.layers)
         counts = [round(c) for c in rider[:m].tolist()]
-        wrong = [(micro, c) for micro, c in enumerate(counts) if c != 1]
+        wrong = [(micro, c) for micro, c in enumerate(counts) if c != (micro not in dropped)]
         if wrong:
             micro, count = wrong[0]
-            raise RunError(f"micro-batch {micro} was counted {count} times in {self.segment.layers[0].label}, not once")
+            due = "though it was dropped" if micro in dropped else "not once"
+            raise RunError(f"micro-batch {micro} was counted {count} times in {self.segment.layers[0].label}, {due}")
         for layer, bound, broken in zip(
             self.segment.layers, rider[m : m + n].tolist(), rider[m + n : m + 2 * n].tolist(), strict=True
         ):
             layer.accumulator.bound = int(bound)
             layer.accumulator.finite = broken == 0
         rows = rider[m + 2 * n :].view(m, -1)
+        if dropped:
+            rows = rows[[micro for micro in range(m) if micro not in dropped]]
         losses = rows[:, 0].tolist() if self.segment.last else []
         weights = rows[:, 1].tolist() if self.segment.last else []
         bounds = {layer.index: layer.accumulator.bound for layer in self.segment.layers}

@@ -107,7 +107,8 @@ class Closing:
             trained = [layer for layer in segment.layers if layer.trained]
             for layer, value in zip(trained, total.totals, strict=True):
                 layer.accumulator.total.copy_(value)
-            open_step.settled[g] = self.desk.book(step, g, segment).settle(total.rider)
+            book = self.desk.book(step, g, segment)
+            open_step.settled[g] = book.settle(total.rider, self.epoch.drops(step))
             open_step.loaded.add(g)
 
     async def _totals(self, step: int, told: Collection[int]) -> tuple[float, float]:
@@ -115,7 +116,7 @@ class Closing:
         open_step = self.desk.step(step)
         if open_step.totals is None:
             settled = open_step.settled.get(self.last)
-            divisor = float(self.job.micro_batches)
+            divisor = float(self.job.micro_batches - len(self.epoch.drops(step)))
             if settled is not None:
                 open_step.totals = settled.loss_sum, settled.weight_sum if self.epoch.weighted else divisor
             elif not self.asks_totals:

@@ -6,7 +6,7 @@ epoch goes on from.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -53,6 +53,8 @@ class OpenStep:
     outputs: dict[str, Tensors] = field(default_factory=dict)
     """What actions made, by name ("2F0", "1I3"): a holder can pick a lost worker's work up from there."""
     sums: dict[int, Sum] = field(default_factory=dict)
+    parts: dict[int, list[Sum]] = field(default_factory=dict)
+    """Sums of workers that had to go, as they gave them: to be added to those here before these are added up."""
     settled: dict[int, Settled] = field(default_factory=dict)
     norms: dict[int, Tensor] = field(default_factory=dict)
     totals: tuple[float, float] | None = None
@@ -183,6 +185,17 @@ class Desk:
         known = (*self.holdings.values(), *self.former)
         return next((h.state for h in known if h.version == version and layer in h.state.layers), None)
 
+    def drop(self, dropped: Mapping[int, Collection[int]]) -> None:
+        """Micro-batches, by open step, that are to be left out: a sum of its own that has one of them in it begins
+        anew. Of a sum the parts can not be told apart any more (see `plan.recover.untainted`)."""
+        for step, micros in dropped.items():
+            open_step = self.step(step)
+            for g, book in open_step.books.items():
+                if g not in open_step.sums and any(book.counts[micro] for micro in micros):
+                    book.counts = [0] * len(book.counts)
+                    for layer in book.segment.layers:
+                        layer.accumulator.clear()
+
     def standing(self) -> Standing:
         """What this survivor has finished, summed and kept. The epoch is closed: nothing of it moves any more."""
         tapes = [
@@ -217,6 +230,9 @@ class Desk:
             for g, book in open_step.books.items():
                 if g not in open_step.sums:
                     yield from (Cell(step, g, micro) for micro, count in enumerate(book.counts) if count)
+            for g, parts in open_step.parts.items():
+                for counts in (part.rider[: self.job.micro_batches].tolist() for part in parts):
+                    yield from (Cell(step, g, micro) for micro, count in enumerate(counts) if count)
 
     def _kept_cells(self, kind: Kind) -> Iterable[Cell]:
         for step, open_step in self.steps.items():

@@ -20,6 +20,8 @@ class Member(msgspec.Struct, frozen=True):
 
     node: int
     address: str
+    life: int = 0
+    """How often the node's worker had been started anew: an address may be used again."""
 
 
 class Shadow(msgspec.Struct, frozen=True):
@@ -72,8 +74,10 @@ class Epoch(msgspec.Struct, frozen=True, tag="epoch"):
     """Seconds between two beats of a worker; 0: none."""
     reset: bool = True
     """Whether workers build or load their layers anew; otherwise they go on with what they have in hand."""
+    dropped: tuple[int, ...] = ()
+    """Micro-batches that nobody runs from `start` on: their pipeline has lost a node (strategy drop)."""
     leaving: tuple[int, ...] = ()
-    """Slots whose workers complete the open steps with the others, and then go."""
+    """Slots whose workers end what they have begun, hand over what they have, and go."""
     recovery: Recovery = Recovery()
     """How the steps that were open are completed, before `start`."""
     shape: Shape | None = None
@@ -88,6 +92,15 @@ class Epoch(msgspec.Struct, frozen=True, tag="epoch"):
     def slot_of(self, node: int) -> int | None:
         """The slot that a node fills in this epoch."""
         return next((slot for slot, m in enumerate(self.members) if m is not None and m.node == node), None)
+
+    def drops(self, step: int) -> tuple[int, ...]:
+        """The micro-batches that are left out of a step."""
+        return self.recovery.dropped.get(step, ()) if step < self.start else self.dropped
+
+    @property
+    def drops_any(self) -> bool:
+        """Whether samples are lost in it: then it changes what is learned."""
+        return bool(self.dropped or any(self.recovery.dropped.values()))
 
     def address(self, slot: int) -> str:
         member = self.members[slot]
@@ -148,6 +161,13 @@ class Drain(msgspec.Struct, frozen=True, tag="drain"):
 
     epoch: int
     before: int
+
+
+class Inherited(msgspec.Struct, frozen=True, tag="inherited"):
+    """A worker to the leader: all that workers with notice had for me is here."""
+
+    node: int
+    epoch: int
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -247,6 +267,12 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     trace: str = ""
 
 
+class Renew(msgspec.Struct, frozen=True, tag="renew"):
+    """The leader to an agent: end your worker of this life and start another. One that is gone already is no error."""
+
+    life: int
+
+
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """End now, whatever you are doing."""
 
@@ -260,6 +286,7 @@ Message: TypeAlias = (
     | Beat
     | Level
     | Drain
+    | Inherited
     | Hello
     | Ready
     | Permit
@@ -270,6 +297,7 @@ Message: TypeAlias = (
     | Finish
     | Final
     | Failed
+    | Renew
     | Stop
 )
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from culm.plan.recover import Wiring, made, needed
 from culm.runtime.data import Values, evaluation_batch, evaluation_share, micro_batch
 from culm.runtime.desk import Sum
-from culm.schedule import Action, Kind, Plan
+from culm.runtime.estate import absorb
+from culm.schedule import Action, Kind, Plan, lower
 from culm.transport.base import Group, Key, Tensors
 
 if TYPE_CHECKING:
@@ -27,13 +28,14 @@ if TYPE_CHECKING:
     from culm.runtime.clock import Clock
     from culm.runtime.desk import Desk
     from culm.runtime.epoch import Epoch
+    from culm.runtime.estate import Inheritance
     from culm.runtime.segment import Segment
     from culm.runtime.shadow import Shadows
     from culm.transport.base import Transport
 
 _BUCKET = 25 << 20
 """Bytes that are added up over the pipelines at once: large enough for the wire, small enough to copy."""
-_WAITS = 3
+_WAITS = 6
 """How many steps back a wait is looked at: a bubble that was too short once is left alone for so long."""
 _YIELD_S = 0.02
 """How long the loop may run without letting letters in."""
@@ -75,6 +77,7 @@ class Executor:
         self.groups: dict[tuple[int, tuple[int, ...]], Group] = {}
         self.wiring = Wiring(epoch.recovery, self.plan.segments)
         self.shadows: Shadows | None = None
+        self.inheritance: Inheritance | None = None
         self.done = 0
         """Actions that were run: whoever waits for nothing more moves this."""
         self.slowest_s = 0.0
@@ -111,34 +114,28 @@ class Executor:
         """The epoch is over here: nothing of it goes on."""
         for task in self._reducing.values():
             task.cancel()
+        if self.inheritance is not None:
+            self.inheritance.close()
         for group in self.groups.values():
             group.close()
 
     def _compile(self, plan: Plan) -> list[Op]:
-        placement = plan.placement()
-        takers: dict[Action, int] = {}
-        makers: dict[Action, int] = {}
-        for action, worker in placement.items():
-            needs, makes = needed(action, plan.segments), made(action)
-            if needs is not None:
-                takers[needs] = worker
-            if makes is not None:
-                makers[makes] = worker
         ops = []
-        for action in plan.workers[self.slot] if self.slot < len(plan.workers) else ():
+        for action, receives, sends in lower(plan)[self.slot] if self.slot < len(plan.workers) else ():
             needs, makes = needed(action, plan.segments), made(action)
-            source = None if needs is None else makers[needs]
-            taker = None if makes is None else takers.get(makes)
+            taken = makes is not None and (
+                action.segment + 1 < plan.segments if action.kind is Kind.F else action.segment > 0
+            )
             ops.append(
                 Op(
                     action=action,
                     segment=self.segments[action.segment],
                     label=str(action),
                     name=None if makes is None else str(makes),
-                    source=str(needs) if source is not None and source != self.slot else None,
-                    home=str(needs) if source == self.slot else None,
-                    targets=() if taker in (None, self.slot) else (self.epoch.address(taker or 0),),
-                    keeps=taker == self.slot,
+                    source=str(needs) if receives else None,
+                    home=str(needs) if needs is not None and not receives else None,
+                    targets=tuple(self.epoch.address(edge.target) for edge in sends),
+                    keeps=taken and not sends,
                 )
             )
         return ops
@@ -175,6 +172,11 @@ class Executor:
             if g in due and last.get(g) == number:
                 await self.start_reduce(step, g, recovery.runners[g % self.plan.stages])
         await self.reduced(step, due)
+
+    async def end_begun(self, step: int, tasks: Sequence[Task], segments: dict[int, Segment]) -> None:
+        """Run what a recovery asks of this worker for one step, and leave the sums as they are."""
+        for op in self._compile_tasks(step, tasks, segments):
+            await self._run(step, op)
 
     def _compile_tasks(self, step: int, tasks: Sequence[Task], segments: dict[int, Segment]) -> list[Op]:
         wiring = self.wiring
@@ -243,7 +245,7 @@ class Executor:
         """The tensors that an action starts from: from a frame, or left at home by an action of this worker."""
         if op.source is not None:
             key = Key(self.epoch.number, step, op.source)
-            found = self.transport.arrived(key)
+            found = self.transport.arrived(key) if self.inheritance is None else None
             if found is None:
                 found = await self._wait(step, key)
             return _placed(found, self.desk.device)
@@ -255,6 +257,9 @@ class Executor:
     async def _wait(self, step: int, key: Key) -> Tensors:
         """A bubble: look after replicas, if there are any, until the frame has come."""
         began = self.clock.now()
+        inherited = self.inheritance.get(key) if self.inheritance is not None else None
+        if inherited is not None:
+            return await inherited
         for holding in self.desk.holdings.values() if self.epoch.kept else ():
             holding.remember_early()
         quiet = began  # until then, at least, the frame had not come
@@ -318,6 +323,9 @@ class Executor:
 
     async def _reduce(self, step: int, g: int, runners: tuple[int, ...]) -> None:
         """Sum on copies: an accumulator holds its own sum, or the complete one, never something between."""
+        if self.inheritance is not None:
+            await self.inheritance.parts(step, g)
+        absorb(self, step, g)
         segment = self.desk.holdings[g % self.plan.stages].segments[g]
         book = self.desk.book(step, g, segment)
         rider = book.rider()
@@ -356,7 +364,7 @@ class Executor:
         open_step = self.desk.step(step)
         segment = self.desk.holdings[g % self.plan.stages].segments[g]
         book = self.desk.book(step, g, segment)
-        open_step.settled[g] = book.settle(total.rider)
+        open_step.settled[g] = book.settle(total.rider, self.epoch.drops(step))
         if self.epoch.kept:
             open_step.sums[g] = total
 
@@ -378,8 +386,12 @@ class Executor:
 
     async def take(self, step: int, g: int) -> None:
         """Receive the complete sum of a segment from a worker that has it."""
-        frame = await self.transport.receive(Key(self.epoch.number, step, f"sum {g}"))
-        self.taken(step, g, frame)
+        key = Key(self.epoch.number, step, f"sum {g}")
+        inherited = self.inheritance.get(key) if self.inheritance is not None else None
+        if inherited is not None:
+            await inherited
+        else:
+            self.taken(step, g, await self.transport.receive(key))
 
     def taken(self, step: int, g: int, frame: Tensors) -> None:
         values = [value for value in frame if value is not None]

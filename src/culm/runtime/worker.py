@@ -18,18 +18,20 @@ from culm.runtime import epoch as letters
 from culm.runtime.closing import Closing
 from culm.runtime.desk import Desk
 from culm.runtime.epoch import Epoch, decode, encode
+from culm.runtime.estate import Inheritance, hand_over, keep_frame
 from culm.runtime.executor import Executor
 from culm.runtime.moving import give_layers, take_layers
 from culm.runtime.shadow import Shadows, build, send_copies
 from culm.runtime.state import Snapshot
 from culm.schedule import Plan
+from culm.transport.base import Key
 
 if TYPE_CHECKING:
     from culm.job import Job
     from culm.runtime.clock import Clock
     from culm.runtime.desk import Holding
     from culm.runtime.state import State
-    from culm.transport.base import Address, Key, Tensors, Transport
+    from culm.transport.base import Address, Tensors, Transport
 
 _MADE = re.compile(r"[0-9]+[FI][0-9]+")
 """Names of what actions made."""
@@ -126,12 +128,14 @@ class Worker:
 
     def _salvage(self, executor: Executor, left: dict[Key, Tensors]) -> None:
         """What had come and was not used yet may be all that is left of it."""
-        for (_, step, name), tensors in left.items():
+        for (number, step, name), tensors in left.items():
             kind, _, segment = name.partition(" ")
             if step < self.committed:
                 continue
             if kind == "sum" and int(segment) % executor.plan.stages in executor.desk.holdings:
                 executor.taken(step, int(segment), tensors)
+            elif kind == "part" and int(segment.split()[0]) % executor.plan.stages in executor.desk.holdings:
+                keep_frame(executor, Key(number, step, name), tensors)
             elif _MADE.fullmatch(name):
                 executor.desk.keep(step, name, tensors)
 
@@ -220,6 +224,9 @@ class Worker:
     def _level(self, epoch: Epoch, shadow: letters.Shadow) -> None:
         self.transport.post(epoch.leader, encode(letters.Level(self.node, epoch.number, shadow.stage)))
 
+    def _inherited(self, epoch: Epoch) -> None:
+        self.transport.post(epoch.leader, encode(letters.Inherited(self.node, epoch.number)))
+
     async def _prepare(self, epoch: Epoch) -> Executor:
         """Build what this worker is to hold and has not, or load it from a checkpoint; what is in hand stays."""
         slot = epoch.slot_of(self.node)
@@ -231,6 +238,7 @@ class Worker:
             taken = await self._take_layers(epoch, slot) if epoch.reshapes and not epoch.reset else {}
             self.desk.reshape(epoch.shaped, taken, epoch.committed)
         self._commit(epoch.committed)
+        self.desk.drop(epoch.recovery.dropped)
         self._saved_step = None
         plan = Plan.from_text(epoch.plan)
         shadowed = [shadow.stage for shadow in epoch.shadows if shadow.slot == slot and not shadow.fresh]
@@ -265,6 +273,12 @@ class Worker:
             executor.resend(step)
             executor.give_lacking(step)
         tasks = recovery.tasks(slot) if recovery.steps else []
+        if slot in executor.epoch.leaving:
+            for step in recovery.steps:
+                await hand_over(executor, step, [task for task in tasks if task.step == step])
+            return
+        if executor.epoch.leaving:
+            executor.inheritance = Inheritance(executor, lambda: self._inherited(executor.epoch))
         for step in recovery.steps:
             lacking = [h for h in desk.holdings.values() if h.version == step and h.stage in recovery.versions[slot]]
             run = {g: s for h in lacking if slot in recovery.runners[h.stage] for g, s in h.segments.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import Context
 from dataclasses import dataclass, field
@@ -241,8 +242,11 @@ class Cluster:
     async def _node(self, number: int) -> None:
         """A node: an agent, which starts a worker."""
 
+        lives = itertools.count()
+
         async def start_worker(agent: str) -> None:
-            endpoint = self.network.endpoint(f"worker-{number}")
+            life = next(lives)
+            endpoint = self.network.endpoint(f"worker.{life}-{number}" if life else f"worker-{number}")
             worker = self.workers[number] = Worker(self.job, number, agent, endpoint, self.clock)
             try:
                 await worker.run()
@@ -259,7 +263,7 @@ class Cluster:
             if number not in self.machines.gone:
                 raise
         finally:
-            self.store.end(f"agent-{number}")
+            self.machines.end_session(number)
             await endpoint.close()
 
     def _snapshot(self) -> Snapshot:

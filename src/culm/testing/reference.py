@@ -6,6 +6,7 @@ It runs layer by layer with detached ends, the finest cut there is, so that equa
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from culm.job import Job
 
 
+NOTHING: Mapping[int, Collection[int]] = {}
+
+
 @dataclass
 class Trained:
     """What a run comes to: the losses by step, and the state at the end."""
@@ -42,15 +46,18 @@ class Trained:
     state_sha256: str = ""
 
 
-def reference(job: Job) -> Trained:
-    """Train the job in this process, on the CPU, with its number of threads. Raises what a run would."""
+def reference(job: Job, *, dropped: Mapping[int, Collection[int]] = NOTHING) -> Trained:
+    """Train the job in this process, on the CPU, with its number of threads. Raises what a run would.
+
+    `dropped` are micro-batches, by step, that are left out as the baseline `drop` does.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(job.threads)
     try:
         state = State(job, range(len(job.layers)))
         trained = Trained()
         for step in range(job.steps):
-            trained.losses.append(_step(job, state, step))
+            trained.losses.append(_step(job, state, step, dropped.get(step, ())))
             if job.evaluate_every and (step + 1) % job.evaluate_every == 0:
                 trained.evaluations[step] = _evaluate(job, state)
     finally:
@@ -62,10 +69,10 @@ def reference(job: Job) -> Trained:
     return trained
 
 
-def _step(job: Job, state: State, step: int) -> float:
+def _step(job: Job, state: State, step: int, dropped: Collection[int]) -> float:
     layers = list(state.layers.values())
     loss_sum, weight_sum, recorded = 0.0, 0.0, []
-    for micro in range(job.micro_batches):
+    for micro in (micro for micro in range(job.micro_batches) if micro not in dropped):
         inputs, target = micro_batch(job, step, micro, state.device)
         loss, weight, moved = _micro_batch(job, layers, step, micro, inputs, target)
         loss_sum += loss

@@ -19,6 +19,8 @@ class Ticket:
     host: str
     port: int
     seconds: float
+    store: str = ""
+    """Servers only: how to reach the etcd where they meet (culm.gnn.meeting)."""
 
 
 class Launcher(Protocol):

@@ -87,7 +87,8 @@ def _scaled(name: str) -> Device:
 RATES: dict[str, Rates] = {
     "paper": Rates(
         source="fitted to the ratios of the four published runs of Dorylus (12 figures, 5 rates: dense, frames, "
-        "worker_dense, the GPU's gather and copies), the others assumed; not measured by us",
+        "worker_dense, the GPU's gather and copies) with a penalty on a wrong direction against CPUs, the others "
+        "assumed; not measured by us",
         order="gather-first",
         gather=5.0e8,
         dense=1.23e9,

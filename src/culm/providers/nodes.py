@@ -1,0 +1,59 @@
+"""The nodes of a run that one launcher provides."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from culm.cluster.members import take_numbers
+from culm.errors import RunError
+from culm.providers.base import REJOIN
+
+if TYPE_CHECKING:
+    from culm.providers.base import Provider
+    from culm.providers.run import LocalRun
+
+_RETURNS = 20
+"""How often nodes come back by themselves: a worker that ends again and again has a reason that stays."""
+
+
+class Nodes:
+    """The nodes of a run that somebody provides: who is there, and what is done when one has ended."""
+
+    def __init__(self, run: LocalRun, provider: Provider) -> None:
+        self._run, self._provider = run, provider
+        self.there: set[int] = set()
+        self._returns = 0
+        self._became: dict[int, int] = {}
+        """A node that came back by itself, and the number that it has now."""
+
+    async def start(self, count: int = 1, zone: str = "") -> range:
+        """Bring up nodes with the next numbers; they join by themselves."""
+        numbers = await take_numbers(self._run.store, count)
+        for node in numbers:
+            self._provider.start(node, zone)
+            self.there.add(node)
+        return numbers
+
+    def stop(self, node: int, notice_s: float = 0.0) -> None:
+        """Take the machine of a node away, whatever number it has by now."""
+        while node in self._became:
+            node = self._became[node]
+        self._provider.stop(node, notice_s)
+
+    async def watch(self) -> None:
+        """Until every node has ended. One whose machine is still there comes back as a new one. The run ends with the
+        last node, and with one that ends before the start where nobody else could report it."""
+        while self.there:
+            try:
+                node, status = await self._provider.gone()
+            except RunError as error:
+                self._run.fail(str(error))
+                return
+            self.there.discard(node)
+            if status == REJOIN and not self._run.ended and self._returns < _RETURNS:
+                self._returns += 1
+                (self._became[node],) = await self.start()
+            elif not self._run.joined(node) and node < self._run.setup.nodes:
+                self._run.fail(f"node {node} ended with status {status} before it had joined")
+            if not self.there:
+                self._run.fail("all nodes have ended before the run")
