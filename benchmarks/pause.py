@@ -37,8 +37,8 @@ from torch import nn
 from culm.cluster.prepare import Request, prepare
 from culm.cluster.setup import Setup
 from culm.job import Job
+from culm.plan.edges import Task
 from culm.plan.lineage import Cell
-from culm.plan.place import Task
 from culm.plan.recover import Recovery, needed
 from culm.runtime import epoch as letters
 from culm.schedule import Action, Kind, Plan, timing

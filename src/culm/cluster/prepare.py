@@ -42,7 +42,7 @@ def prepare(job: Job, request: Request, *, progress: Told = lambda *_: None) -> 
     facts = _facts(job)
     if manifest is not None:
         _check_facts(manifest, facts)
-    settled = settle(request, Terms(plan, profile, cuts, _joint(job)))
+    settled = settle(request, Terms(plan, profile, cuts, _joint(job), job.steps))
     why += f"; {settled.why}"
     why += "".join(f"; checkpoint {step} was passed over: {reason}" for step, reason in rejected)
     return Setup(

@@ -155,6 +155,16 @@ class Setup(msgspec.Struct, frozen=True):
         return self.strategy not in ("none", "checkpoint")
 
 
+class JobReference(msgspec.Struct, frozen=True):
+    """What a machine that wants to join needs to know of the job, under the key `job`."""
+
+    reference: str
+    """FILE[:function], as culm run was given it: on each machine relative to where culm agent is started."""
+    overrides: dict[str, str]
+    identity: dict[str, str]
+    """What it must agree on: see culm.cluster.identity."""
+
+
 class NodeRecord(msgspec.Struct, frozen=True):
     """What an agent says of its node under `nodes/<number>`."""
 
@@ -188,5 +198,6 @@ class Result(msgspec.Struct, frozen=True):
 
 encode = msgspec.msgpack.Encoder().encode
 decode_setup = msgspec.msgpack.Decoder(Setup).decode
+decode_reference = msgspec.msgpack.Decoder(JobReference).decode
 decode_node = msgspec.msgpack.Decoder(NodeRecord).decode
 decode_result = msgspec.msgpack.Decoder(Result).decode

@@ -22,6 +22,8 @@ _BUBBLE = 0.02
 """With less of the time idle than this there is nothing to run forwards in."""
 _SAVING = ("checkpoint", "migrate")
 """Strategies that a loss without notice throws back to a checkpoint."""
+_PARTS = 10
+"""These write as many checkpoints in a run at the least: the length of a step is an estimate, and may be off."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Terms:
     cuts: tuple[int, ...]
     joint: bool
     """Whether a step ends for all stages together."""
+    steps: int
 
     @property
     def costs(self) -> Costs:
@@ -99,7 +102,7 @@ def settle(request: Request, terms: Terms) -> Settled:
         seconds = interval(terms.case, terms.step_s, state_bytes=state_bytes, risk=risk)
     elif strategy == "drop":
         why += ": samples of a pipeline that misses a node are left out, which changes training"
-    every, told = _interval(request, strategy, terms.step_s, seconds)
+    every, told = _interval(request, strategy, terms.step_s, terms.steps, seconds)
     eager, ahead = _eager(strategy, terms)
     return Settled(strategy, why + told + ahead, eager, every)
 
@@ -120,14 +123,18 @@ def _check(request: Request, D: int, P: int) -> None:
         raise UsageError(f"--strategy {asked} needs a folder for its checkpoints: add --out, as in --out runs/a")
 
 
-def _interval(request: Request, strategy: str, step_s: float, seconds: float | None) -> tuple[int, str]:
+def _interval(request: Request, strategy: str, step_s: float, steps: int, seconds: float | None) -> tuple[int, str]:
     """(steps between two checkpoints, what there is to say): as asked, or by what they cost and what a loss does."""
     if request.checkpoint_every or seconds is None or strategy == "none":
         bare = request.strategy == "auto" and strategy != "none" and request.out is None
         told = "; without --out there is no checkpoint for the day when all holders of a layer go" if bare else ""
         return request.checkpoint_every, told
     every = max(1, round(seconds / step_s)) if step_s else 1
-    return every, f"; a checkpoint every {every} steps, about {seconds:.0f} s"
+    if strategy in _SAVING:
+        every = min(every, max(1, steps // _PARTS))
+    if every >= steps:
+        return 0, f"; a checkpoint is due after {seconds:.0f} s, so one at the end will do"
+    return every, f"; a checkpoint every {every} steps"
 
 
 def _eager(strategy: str, terms: Terms) -> tuple[bool, str]:

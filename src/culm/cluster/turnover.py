@@ -189,10 +189,9 @@ class Turnover:
             self._relieve(recovering)
 
     def _relieve(self, recovering: Recovering) -> None:
-        """Whoever has notice has nothing more to give, and may go. If it is this node, the books are closed before."""
+        """Whoever has notice and nothing more to give may go. If it is this node, the books are closed before."""
         epoch, roll = recovering.made.epoch, self.tenure.roll
-        members = [epoch.members[slot] for slot in epoch.leaving]
-        nodes = [member.node for member in members if member is not None and member.node in roll.leaving]
+        nodes = [node for node in roll.leaving if epoch.slot_of(node) in (None, *epoch.leaving)]
         recovering.left |= set(nodes)
         for node in nodes:
             self._let_go(roll.nodes[node])
@@ -405,13 +404,13 @@ class Turnover:
         if rewinds(setup, halting.lost):
             there = {slot: tenure.roll.member(node) for node, slot in slots.items() if slot in stay}
             return back_to(setup, old, number, address, there, tenure.roll.waiting(old), *await self._rewound())
-        if _nothing_learned(setup.start, halting.standings):
+        orphans = homeless(setup, standings, committed)
+        if _nothing_learned(setup.start, halting.standings) and (orphans or not leaving):
             return restart(setup, old, number, address, stay, setup.start, setup.resume_from, come)
-        orphaned = homeless(setup, standings, committed)
-        other = self.growth.salvage(halting, old) if orphaned else self.growth.remake(halting, old)
+        other = self.growth.salvage(halting, old) if orphans else self.growth.remake(halting, old)
         if other is not None:
             return other
-        if not orphaned:
+        if not orphans:
             made = regroup(
                 setup,
                 old,

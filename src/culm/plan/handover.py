@@ -14,8 +14,9 @@ from typing import TypeVar
 
 import msgspec
 
+from culm.plan.edges import Task
 from culm.plan.lineage import Cell, Lot, Missing, Standing
-from culm.plan.place import Floor, Task, best
+from culm.plan.place import Floor, best
 from culm.schedule import Kind
 
 T = TypeVar("T")
@@ -79,10 +80,17 @@ def _with_tapes(
     return found
 
 
-def order(lots: Sequence[Lot], floor: Floor, home: Mapping[tuple[int, int], int], leaving: Collection[int]) -> Ordered:
-    """Place the lots; of each step those first that somebody who leaves has to end, or waits for."""
+def order(
+    lots: Sequence[Lot],
+    floor: Floor,
+    home: Mapping[tuple[int, int], int],
+    leaving: Collection[int],
+    goal: float = 0.0,
+) -> Ordered:
+    """Place the lots; of each step those first that somebody who leaves has to end, or waits for. Where nobody does,
+    nothing better is looked for than the goal."""
     if not any(lot.holder in leaving for lot in lots):
-        placed = best(lots, floor, home)
+        placed = best(lots, floor, home, goal)
         return Ordered(placed.lists, placed.makespan)
     lists: list[list[Task]] = [[] for _ in range(floor.workers)]
     end = gone_by = 0.0

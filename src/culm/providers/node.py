@@ -12,11 +12,11 @@ from multiprocessing import Pipe
 from typing import TYPE_CHECKING
 
 from culm.cluster.agent import Agent, StartWorker
-from culm.cluster.notice import SignalNotice
-from culm.cluster.store import RemoteStore
+from culm.cluster.notice import AnyNotice, SignalNotice, notice_source
 from culm.providers.base import REJOIN
 from culm.providers.cradle import Born, Cradle, die_with
 from culm.providers.nursery import NVML_CHECK, Start, fork, readable
+from culm.providers.stores import joined
 from culm.providers.strike import Board, Striker
 from culm.runtime.clock import RealClock
 from culm.runtime.fingerprint import fingerprint
@@ -31,11 +31,11 @@ _LARGEST_KEPT = 32 << 20
 """Bytes: the most that glibc takes for the second of them."""
 
 
-def run_node(job: Job, order: Start, board: Board | None = None) -> None:
-    """The agent's process, from its first moment to its last. The board belongs to the kills of the order."""
+def run_node(job: Job, order: Start, board: Board) -> None:
+    """The agent's process, from its first moment to its last."""
     # A notice may come before anybody waits for it. The worker goes on until its agent ends it.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    clock = RealClock(None if board is None else Striker(order.kills, board))
+    clock = RealClock(Striker(order.kills, board))
 
     def born(address: str) -> None:
         _run_worker(job, order, address, clock)
@@ -74,10 +74,13 @@ def _with_one_worker(job: Job, order: Start, born: Born, clock: RealClock) -> bo
 async def _agent(job: Job, order: Start, start_worker: StartWorker, clock: RealClock) -> bool:
     """Whether the run has ended."""
     transport = _transport(order)
-    store = RemoteStore(order.store, transport)
-    agent = Agent(job, order.node, fingerprint(job), transport, clock, store, start_worker, SignalNotice())
     try:
-        return await agent.run()
+        async with joined(order.place, transport, clock) as (store, prober):
+            seams = (transport, clock, store)
+            notices = AnyNotice(SignalNotice(order.grace_s), notice_source(order.notice, clock))
+            rest = (start_worker, notices)
+            agent = Agent(job, order.node, fingerprint(job), *seams, *rest, prober=prober, zone=order.zone)
+            return await agent.run()
     finally:
         await transport.close()
 

@@ -258,7 +258,7 @@ class Cluster:
         try:
             seams = (endpoint, self.clock, client)
             zone = self._zones[number % len(self._zones)]
-            await Agent(self.job, number, "simulated", *seams, start_worker, self._notices[number], zone).run()
+            await Agent(self.job, number, "simulated", *seams, start_worker, self._notices[number], zone=zone).run()
         except asyncio.CancelledError:
             if number not in self.machines.gone:
                 raise
