@@ -37,6 +37,9 @@ def run(
     nodes: Annotated[Number, typer.Option(help="Choose D x P for so many nodes instead.")] = None,
     schedule: Annotated[str, typer.Option(help=f"One of {', '.join(SCHEDULES)}.")] = "1f1b",
     strategy: Annotated[str, typer.Option(help=f"What a preemption costs: {', '.join(STRATEGIES)}.")] = "auto",
+    reconfigure: Annotated[
+        str, typer.Option(help="When other pipelines are made of the nodes that are there: cost, bamboo or never.")
+    ] = "cost",
     exact: Annotated[bool, typer.Option("--exact", help="Bit for bit the same for any number of pipelines.")] = False,
     steps: Annotated[Number, typer.Option(help="Replaces Job.steps.")] = None,
     seed: Annotated[Number, typer.Option(help="Replaces Job.seed.")] = None,
@@ -87,6 +90,7 @@ def run(
             nodes=nodes,
             schedule=schedule,
             strategy=strategy,
+            reconfigure=reconfigure,
             out=out or resume,
             resume=resume,
             checkpoint_every=checkpoint_every,

@@ -9,8 +9,8 @@ from culm.errors import UsageError
 from culm.plan.failures import Case
 from culm.plan.goodput import Risk
 from culm.plan.layout import SHADOWING
-from culm.plan.partition import spans
 from culm.plan.period import period
+from culm.plan.relayout import segment_costs
 from culm.plan.strategy import choose_strategy, interval
 from culm.schedule import Costs, Plan, timing
 
@@ -51,7 +51,7 @@ class Terms:
 
     @property
     def costs(self) -> Costs:
-        forward, inputs, weight = zip(*segment_costs(self.profile, self.cuts), strict=True)
+        forward, inputs, weight = zip(*segment_costs(self.profile.layers, self.cuts), strict=True)
         return Costs(forward=forward, input=inputs, weight=weight)
 
     @property
@@ -75,7 +75,7 @@ class Terms:
     @property
     def case(self) -> Case:
         """The step as the planner has it: segments of a stage together."""
-        parts = segment_costs(self.profile, self.cuts)
+        parts = segment_costs(self.profile.layers, self.cuts)
         P = self.plan.stages
         stages = [[sum(kind) for kind in zip(*parts[stage::P], strict=True)] for stage in range(P)]
         forward, inputs, weight = zip(*stages, strict=True)
@@ -109,8 +109,8 @@ def settle(request: Request, terms: Terms) -> Settled:
 
 def _check(request: Request, D: int, P: int) -> None:
     asked = request.strategy
-    if asked == "reroute" and D == 1:
-        raise UsageError("--strategy reroute needs peers, and there is 1 pipeline: use --pipelines 2, or shadow")
+    if asked in ("reroute", "templates") and D == 1:
+        raise UsageError(f"--strategy {asked} needs peers, and there is 1 pipeline: use --pipelines 2, or shadow")
     if asked == "drop" and D == 1:
         raise UsageError(
             "--strategy drop needs a pipeline that goes on, and there is 1: use --pipelines 2, or checkpoint"
@@ -145,12 +145,3 @@ def _eager(strategy: str, terms: Terms) -> tuple[bool, str]:
     if idle < _BUBBLE:
         return False, f"; {terms.plan.name} leaves {idle:.1%} of the time idle, so eager becomes lazy"
     return True, f"; replicas run forward in the bubbles, {idle:.0%} of the time"
-
-
-def segment_costs(profile: Profile, cuts: tuple[int, ...]) -> tuple[tuple[float, float, float], ...]:
-    """Seconds of F, I and W by segment."""
-    segments = [profile.layers[span.start : span.stop] for span in spans(cuts, len(profile.layers))]
-    return tuple(
-        (sum(c.forward_s for c in layers), sum(c.input_s for c in layers), sum(c.weight_s for c in layers))
-        for layers in segments
-    )

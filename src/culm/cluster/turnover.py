@@ -5,19 +5,23 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from culm.cluster.baselines import back_to, more_pipelines, rewinds
+from culm.cluster.growth import Growth
 from culm.cluster.regroup import Regrouped, first_epoch, homeless, protected, regroup, restart, seats, world_of
+from culm.cluster.relayout import shape_now
 from culm.cluster.toll import Halting, Recovering
 from culm.errors import RunError
 from culm.plan.layout import ahead
 from culm.plan.lineage import Standing
+from culm.plan.relayout import seating, written
 from culm.runtime import epoch as letters
 from culm.runtime.epoch import Epoch, Member
+from culm.schedule import Plan
 
 if TYPE_CHECKING:
     from culm.cluster.setup import NodeRecord
@@ -56,6 +60,7 @@ class Turnover:
         self, tenure: Tenure, remind: Callable[[Doubt | Stall | Lull], None], relieved: asyncio.Event | None = None
     ) -> None:
         self.tenure, self._remind = tenure, remind
+        self.growth = Growth(tenure)
         self.halting: Halting | None = None
         self.recovering: Recovering | None = None
         self.evacuated = False
@@ -95,10 +100,11 @@ class Turnover:
         await self._proceed()
 
     async def _open(self) -> None:
-        """The first epoch: the first D x P nodes by number fill the slots; the last slots may have nobody."""
-        tenure, setup = self.tenure, self.tenure.setup
+        """The first epoch: the first D x P nodes by number fill the slots, so that holders of a layer are in different
+        zones where there are any; the last slots may have nobody."""
+        tenure, setup, roll = self.tenure, self.tenure.setup, self.tenure.roll
         slots = range(setup.pipelines * setup.stages)
-        records = sorted(tenure.roll.nodes.values(), key=lambda record: record.node)[: len(slots)]
+        records = [roll.nodes[node] for node in self._seated(sorted(roll.nodes)[: len(slots)])]
         prints = {record.fingerprint for record in records}
         if tenure.job.exact and len(prints) > 1:
             raise RunError(
@@ -115,8 +121,15 @@ class Turnover:
         tenure.event("epoch", number=1, members=[member.node for member in first.alive], segments=setup.segments)
         await tenure.publish()
         if setup.keeps:
-            full = {slot: Standing(versions={slot % setup.stages: setup.start}) for slot in slots[:filled]}
-            tenure.aside(self._plan_ahead(full, setup.start, None))
+            tenure.aside(self._plan_ahead(_whole(first), setup.start, None))
+
+    def _seated(self, nodes: Sequence[int]) -> list[int]:
+        """Nodes in the order of the slots that they fill."""
+        setup, zones = self.tenure.setup, self.tenure.roll.zones
+        if len(nodes) < setup.pipelines * setup.stages:
+            return list(nodes)
+        seats = seating(shape_now(setup), setup.strategy, {node: zones.get(node, "") for node in nodes}, {}, ())
+        return [seats[slot] for slot in sorted(seats)]
 
     async def lose(self, nodes: Sequence[int]) -> None:
         """Nodes are gone for good. What they ran and held, others run and hold from now on."""
@@ -210,7 +223,8 @@ class Turnover:
             if more_pipelines(tenure.setup, epoch, len(roll.waiting(epoch))):
                 self.halt()
             return
-        if roll.arrived or (roll.empty(epoch) and roll.waiting(epoch)):
+        draining = self.growth.intent is not None
+        if self.growth.due or roll.arrived or (not draining and roll.empty(epoch) and roll.waiting(epoch)):
             self.halt()
 
     def level(self, message: letters.Level) -> None:
@@ -331,14 +345,15 @@ class Turnover:
         tenure, epoch = self.tenure, self.tenure.epoch
         assert epoch is not None
         there = len(halting.standings) + len(tenure.roll.waiting(epoch))
-        return bool(halting.lost) and rewinds(tenure.setup, halting.lost) and there < len(epoch.members)
+        return bool(halting.lost) and rewinds(tenure.setup, halting.lost) and there < len(tenure.roll.posts)
 
     async def _regroup(self, halting: Halting) -> None:
         """All have reported: decide how the open steps are completed, and who does what from now on."""
         tenure, old = self.tenure, self.tenure.epoch
         assert old is not None
         slots = {member.node: slot for slot, member in enumerate(old.members) if member is not None}
-        standings = {slots[node]: standing for node, standing in halting.standings.items()}
+        known = {node: each if each.shaped == old.shaped else Standing() for node, each in halting.standings.items()}
+        standings = {slots[node]: standing for node, standing in known.items()}
         committed, ready_made = tenure.ledger.next_step, tenure.plans.hits
         made = await self._decide(halting, old, slots, standings)
         self.halting = None
@@ -372,7 +387,9 @@ class Turnover:
                 why="training changes: samples are left out",
             )
         await tenure.publish()
-        if tenure.setup.keeps:
+        if made.epoch.reshapes:
+            tenure.aside(self._plan_ahead(_whole(made.epoch), committed, None))
+        elif tenure.setup.keeps:
             tenure.aside(self._plan_ahead(standings, committed, old))
 
     async def _decide(
@@ -380,18 +397,21 @@ class Turnover:
     ) -> Regrouped:
         """The next epoch: with what the survivors hold or, if a layer has no holder left, from a checkpoint."""
         tenure, setup, committed = self.tenure, self.tenure.setup, self.tenure.ledger.next_step
-        number, address = halting.number, tenure.transport.address
-        come = seats(setup, old, standings, committed, tenure.roll.waiting(old))
+        number, address, zones = halting.number, tenure.transport.address, tenure.roll.zones
+        come = seats(setup, old, standings, committed, tenure.roll.waiting(old), zones)
         leaving = [slots[node] for node in tenure.roll.leaving if node in halting.standings]
         stay = standings.keys() - set(leaving) or standings.keys()
         if rewinds(setup, halting.lost):
             there = {slot: tenure.roll.member(node) for node, slot in slots.items() if slot in stay}
             return back_to(setup, old, number, address, there, tenure.roll.waiting(old), *await self._rewound())
         orphans = homeless(setup, standings, committed)
-        if _nothing_learned(setup.start, standings) and (orphans or not leaving):
+        if _nothing_learned(setup.start, halting.standings) and (orphans or not leaving):
             return restart(setup, old, number, address, stay, setup.start, setup.resume_from, come)
+        other = self.growth.salvage(halting, old) if orphans else self.growth.remake(halting, old)
+        if other is not None:
+            return other
         if not orphans:
-            return regroup(
+            made = regroup(
                 setup,
                 old,
                 number,
@@ -402,8 +422,10 @@ class Turnover:
                 moving=_moving(old, standings),
                 arrivals=come,
                 leaving=leaving,
+                zones=zones,
                 patience=self._patience(halting),
             )
+            return self._then_anew(made) if setup.strategy == "templates" and halting.lost else made
         if await tenure.saves.newest(tenure.folder.checkpoints) is None:
             raise tenure.lost(min(halting.lost))
         return restart(setup, old, number, address, stay, *await self._rewound(), come)
@@ -431,6 +453,11 @@ class Turnover:
         left = min(self.tenure.roll.leaving.values()) - now
         return max(0.0, 0.8 * left - (now - halting.began)) / pace
 
+    def _then_anew(self, made: Regrouped) -> Regrouped:
+        """Complete what is open, and nothing more: then pipelines are made anew."""
+        self.growth.complete_first(made)
+        return replace(made, epoch=msgspec.structs.replace(made.epoch, until=made.epoch.start))
+
     async def _plan_ahead(self, standings: Mapping[int, Standing], committed: int, old: Epoch | None) -> None:
         """Plans for whoever may be lost next, one at a time and aside: when it happens they are there."""
         tenure = self.tenure
@@ -444,8 +471,18 @@ class Turnover:
         assert tenure.epoch is not None
         if self.recovering is not None:
             self.recovering.ready_at = tenure.clock.now()
-            if not tenure.epoch.recovery.steps and not self.recovering.again:
+            if tenure.epoch.reshapes:
+                self._reshaped(self.recovering)
+            if not tenure.epoch.recovery.steps and not (self.recovering.again or self.recovering.anew):
                 self.recovered(tenure.epoch.start)
+
+    def _reshaped(self, recovering: Recovering) -> None:
+        """Everybody has its layers in the new shape."""
+        epoch = recovering.made.epoch
+        assert epoch.shape is not None
+        seconds = self.tenure.toll.reshaped(recovering)
+        moved = sum(len(move.layers) for move in epoch.moves)
+        self.tenure.event("reshaped", layout=written(epoch.shape.depths), layers=moved, seconds=seconds)
 
     def recovered(self, step: int) -> None:
         """A step is committed. If it is the last of those that were open, the loss is made good."""
@@ -511,6 +548,13 @@ class Turnover:
         """Whether it is the user's turn: a hook or a launcher has to let the next step begin."""
         tenure = self.tenure
         return tenure.roll.all_ready and tenure.finish is None and tenure.permitted <= tenure.ledger.next_step
+
+
+def _whole(epoch: Epoch) -> dict[int, Standing]:
+    """What everybody of an epoch has that begins with a new shape."""
+    plan = Plan.from_text(epoch.plan)
+    slots = [slot for slot, member in enumerate(epoch.members) if member is not None]
+    return {slot: Standing(versions=dict.fromkeys(plan.stages_of(slot), epoch.start)) for slot in slots}
 
 
 def _moving(epoch: Epoch, standings: Mapping[int, Standing]) -> list[int]:
