@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from culm.plan.edges import Task
-from culm.plan.least import least
+from culm.plan.least import outlook
 from culm.plan.lineage import Cell, Missing, Standing, lineage
 from culm.plan.place import Floor, best
 from culm.schedule import UNIT, Action, Costs, Kind
@@ -128,10 +128,10 @@ def recover(scene: Scene, standings: Mapping[int, Standing]) -> Recovery:
     )
     shape = {"segments": scene.segments, "micro_batches": scene.micro_batches}
     halves = lineage(usable, steps, **shape, split=True)
-    bound = least(halves.lots, floor)
+    rest = outlook(halves.lots, floor)
     found = [halves] if scene.split else [lineage(usable, steps, **shape, split=False), halves]
     missing, placed = min(
-        ((missing, best(missing.lots, floor, scene.home, bound)) for missing in found),
+        ((missing, best(missing.lots, floor, scene.home, rest)) for missing in found),
         key=lambda pair: pair[1].makespan,
     )
     return Recovery(
@@ -143,7 +143,7 @@ def recover(scene: Scene, standings: Mapping[int, Standing]) -> Recovery:
         runners=tuple(tuple(scene.runners[stage]) for stage in range(scene.stages)),
         redone=_redone(placed.lists, standings),
         length=placed.makespan,
-        bound=bound,
+        bound=rest.bound,
     )
 
 
