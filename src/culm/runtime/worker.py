@@ -268,15 +268,18 @@ class Worker:
     async def _may_run(self, executor: Executor, step: int) -> bool:
         """Wait until the leader permits the step, or says that the run ends before it.
 
-        Where a loss can be recovered from, no more than two steps are open: what is kept for them is bounded.
+        Where a loss can be recovered from, no more than two steps are open: what is kept for them is bounded. Who waits
+        for a commit alone brings copies as far as that commit needs them: with the sums of the step before they may
+        wait for others, who need longer, and the commit would find this worker waiting there.
         """
         while True:
             self._news.clear()  # before looking: what comes while shadows catch up is looked at, too
             if self.finish is not None and step >= self.finish:
                 return False
-            if step < self.permit and (not executor.epoch.kept or step <= self.committed + 1):
+            permitted = step < self.permit
+            if permitted and (not executor.epoch.kept or step <= self.committed + 1):
                 return True
-            await self._catch_up(executor, step)
+            await self._catch_up(executor, step - 1 if permitted else step)
             await self._news.wait()
 
     async def _step(self, executor: Executor, closing: Closing, step: int) -> None:
