@@ -41,7 +41,9 @@ def shortened(
             break
         late = graph.backwards([-graph.stop(starts, number) for number in range(len(starts))])
         starts = graph.forwards(late)
-        best = min(best, (graph.end(starts), starts), key=lambda found: found[0])
+        if graph.end(starts) >= best[0]:
+            break
+        best = graph.end(starts), starts
     return graph.listed(best[1]), best[0]
 
 

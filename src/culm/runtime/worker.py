@@ -307,16 +307,18 @@ class Worker:
     async def _may_run(self, executor: Executor, step: int) -> bool:
         """Wait until the leader permits the step, or says that the run ends before it.
 
-        Where a loss can be recovered from, no more than two steps are open: what is kept for them is bounded.
+        Where a loss can be recovered from, no more than two steps are open: what is kept for them is bounded. Who waits
+        for a commit alone brings copies as far as that commit needs them: with the sums of the step before they may
+        wait for others, who need longer, and the commit would find this worker waiting there.
         """
         while True:
             self._news.clear()  # before looking: what comes while shadows catch up is looked at, too
             if self.finish is not None and step >= self.finish:
                 return False
-            free = not executor.epoch.kept or step <= self.committed + 1
-            if free and step < self.permit and not self._drained(executor.epoch, step):
+            permitted = step < self.permit and not self._drained(executor.epoch, step)
+            if permitted and (not executor.epoch.kept or step <= self.committed + 1):
                 return True
-            await self._catch_up(executor, step)
+            await self._catch_up(executor, step - 1 if permitted else step)
             await self._news.wait()
 
     def _drained(self, epoch: Epoch, step: int) -> bool:
