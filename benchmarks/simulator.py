@@ -95,10 +95,11 @@ def plan_of(case: Case) -> Plan:
 
 
 def moment(case: Case, costs: Costs, kill: Kill) -> float:
-    """How much of its step is done, from 0 to 1, when a node has run an action of the undisturbed plan."""
+    """How much of its step is done when a node has run an action of the undisturbed plan: from 0 to less than 1, since
+    after the last action of all there are still sums to be added up."""
     timeline = timing(plan_of(case), costs)
     end = next(span.end for span in timeline.spans[kill.nodes[0]] if str(span.action) == kill.at)
-    return end / timeline.makespan
+    return min(end / timeline.makespan, 1 - 1e-6)
 
 
 def predict(case: Case, known: Calibration) -> float:

@@ -147,6 +147,13 @@ def test_nodes_that_come_later_are_taken_in_when_a_checkpoint_is_complete(tmp_pa
     assert found.summary["preemptions"] == 1
 
 
+def test_only_a_loss_is_waited_for_not_a_growth_that_leaves_slots_empty(tmp_path: Path) -> None:
+    faults = Faults().kill((1, 3, 5), step=1, nth=3).join(0, step=4)
+    _, events = rewound(tmp_path, faults, pipelines=3, replace_within=2.0)
+    assert [len(epoch["members"]) for epoch in of(events, "epoch")] == [6, 2, 4]
+    assert len(of(events, "waiting")) == 1
+
+
 def test_a_second_loss_while_steps_are_run_again_is_counted_too(tmp_path: Path) -> None:
     faults = Faults().kill(1, step=5, nth=3).kill(3, step=4, nth=9)
     found, _ = rewound(tmp_path, faults, pipelines=3, replace_within=0.0)

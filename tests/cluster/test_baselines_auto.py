@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
-from typing import Any
 
 import pytest
 from hypothesis import given, settings

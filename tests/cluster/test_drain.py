@@ -161,6 +161,12 @@ def test_if_notices_come_to_all_one_after_the_other_the_run_ends_as_if_they_had_
     assert resumed.state_sha256 == simulate(job(), **SHAPE).state_sha256
 
 
+def test_a_notice_for_all_before_the_first_step_ends_the_run_with_a_sentence(tmp_path: Path) -> None:
+    faults = Faults().warn((0, 1, 2, 3), seconds=AMPLE_S, after_s=0.0)
+    with pytest.raises(NodeLost, match="every node has notice: the run ended before step 0; nothing of it was saved"):
+        simulate(job(), faults=faults, out=str(tmp_path), latency=0.001, **SHAPE)
+
+
 def test_a_notice_for_all_in_the_last_steps_lets_the_run_be_completed() -> None:
     run = drained(Faults().warn((0, 1, 2, 3), seconds=AMPLE_S, step=STEPS - 1, nth=1))
     assert run.summary["steps"] == STEPS

@@ -30,6 +30,12 @@ def test_a_restart_costs_its_pause_and_the_steps_since_the_checkpoint() -> None:
     assert predict(hurt, KNOWN) - predict(PLAIN, KNOWN) == pytest.approx(2.0 + undone, rel=1e-3)
 
 
+def test_a_step_that_was_not_added_up_is_in_no_checkpoint() -> None:
+    kill = "node=0 step=7 at=0B5"
+    hurt = replace(PLAIN, strategy="checkpoint", kills=(kill,), checkpoint_every=4)
+    assert predict(hurt, KNOWN) - predict(PLAIN, KNOWN) == pytest.approx(2.0 + 4 * STEP_S, rel=1e-3)
+
+
 def test_without_a_checkpoint_all_that_was_done_is_done_again() -> None:
     kill = "node=1 step=3 at=1B5"
     hurt = replace(PLAIN, strategy="none", kills=(kill,))

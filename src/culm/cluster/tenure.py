@@ -171,7 +171,7 @@ class Tenure:
 
     def lost(self, node: int) -> NodeLost:
         """What there is to say when a node is gone."""
-        saved = self.setup.out if self.saves.complete else (self.setup.resume_from or "").removesuffix("/checkpoints")
+        saved = self._saved()
         return NodeLost(
             f"node {node} vanished in step {self.ledger.next_step} and nobody else holds its layers (strategy "
             f"{self.setup.strategy}): " + (f"resume it with --resume {saved}" if saved else "it had no checkpoint yet")
@@ -179,5 +179,9 @@ class Tenure:
 
     def all_left(self) -> NodeLost:
         """What there is to say when every node had notice, and the run could not be completed."""
-        saved = f"resume it with --resume {self.setup.out}" if self.setup.out else "nothing of it was saved (no --out)"
+        saved = f"resume it with --resume {self._saved()}" if self._saved() else "nothing of it was saved"
         return NodeLost(f"every node has notice: the run ended before step {self.ledger.next_step}; {saved}")
+
+    def _saved(self) -> str | None:
+        """Where the newest checkpoint lies, of this run or of the one that it went on from."""
+        return self.setup.out if self.saves.complete else (self.setup.resume_from or "").removesuffix("/checkpoints")

@@ -341,11 +341,11 @@ class Turnover:
             await self._proceed()
 
     def _short_of_nodes(self, halting: Halting) -> bool:
-        """Whether a restart had better wait for a node: as long as slots would stay empty."""
+        """Whether a restart had better wait for a node in place of a lost one: as long as slots would stay empty."""
         tenure, epoch = self.tenure, self.tenure.epoch
         assert epoch is not None
         there = len(halting.standings) + len(tenure.roll.waiting(epoch))
-        return rewinds(tenure.setup, halting.lost) and there < len(tenure.roll.posts)
+        return bool(halting.lost) and rewinds(tenure.setup, halting.lost) and there < len(tenure.roll.posts)
 
     async def _regroup(self, halting: Halting) -> None:
         """All have reported: decide how the open steps are completed, and who does what from now on."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from culm.schedule.timing import prices
@@ -28,13 +29,13 @@ def able(lot: Lot, floor: Floor) -> tuple[int, ...]:
     return (*floor.runners[stage], *(floor.others.get(stage, ()) if lot.again else ()))
 
 
-def divided(lots: Sequence[Lot], floor: Floor) -> dict[Lot, int]:
-    """A worker for every lot that no tape binds.
+def divided(lots: Sequence[Lot], floor: Floor, idle: Mapping[int, float] = MappingProxyType({})) -> dict[Lot, int]:
+    """A worker for every lot that no tape binds. `idle` is what a worker spends without work in any case.
 
     Each goes to whoever has least so far. Then the busiest worker passes a lot on, and who gets it another one if need
     be, and so on, as long as nobody on the way has as much as the busiest had. For lots of one size nothing is better.
     """
-    division = _Division(lots, floor)
+    division = _Division(lots, floor, idle)
     for _ in lots:
         if not division.relieve():
             break
@@ -42,11 +43,11 @@ def divided(lots: Sequence[Lot], floor: Floor) -> dict[Lot, int]:
 
 
 class _Division:
-    def __init__(self, lots: Sequence[Lot], floor: Floor) -> None:
+    def __init__(self, lots: Sequence[Lot], floor: Floor, idle: Mapping[int, float]) -> None:
         price = prices(floor.costs, floor.segments)
         self.size = {lot: sum(price[kind][lot.cell.segment] for kind in lot.kinds) for lot in lots}
         self.able = {lot: able(lot, floor) for lot in lots}
-        self.loads: defaultdict[int, float] = defaultdict(float)
+        self.loads: defaultdict[int, float] = defaultdict(float, idle)
         self.home: dict[Lot, int] = {}
         self.has: defaultdict[int, list[Lot]] = defaultdict(list)
         for lot in lots:

@@ -15,6 +15,7 @@ from typing import TypeVar
 import msgspec
 
 from culm.plan.edges import Task
+from culm.plan.least import Outlook
 from culm.plan.lineage import Cell, Lot, Missing, Standing
 from culm.plan.place import Floor, best
 from culm.schedule import Kind
@@ -85,12 +86,12 @@ def order(
     floor: Floor,
     home: Mapping[tuple[int, int], int],
     leaving: Collection[int],
-    goal: float = 0.0,
+    rest: Outlook,
 ) -> Ordered:
-    """Place the lots; of each step those first that somebody who leaves has to end, or waits for. Where nobody does,
-    nothing better is looked for than the goal."""
+    """Place the lots; of each step those first that somebody who leaves has to end, or waits for. `rest` is what
+    can be said of them before."""
     if not any(lot.holder in leaving for lot in lots):
-        placed = best(lots, floor, home, goal)
+        placed = best(lots, floor, home, rest)
         return Ordered(placed.lists, placed.makespan)
     lists: list[list[Task]] = [[] for _ in range(floor.workers)]
     end = gone_by = 0.0

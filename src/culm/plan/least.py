@@ -2,14 +2,17 @@
 
 For a group of workers, and what is left to do that nobody else could: it can not begin before the shortest chain that
 leads to it, takes at least its work spread evenly over the group, and the shortest chain that follows on it is yet to
-come. The largest of these over groups, and over the parts of the work with longer chains, is a lower bound. That lots
-are whole is looked at, too.
+come. The largest of these over groups, and over the parts of the work with longer chains, is a lower bound. So is what
+comes out if each worker of a group idles for no longer than its own first and last action make it. That lots are whole
+is looked at, too.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import combinations
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -37,14 +40,35 @@ class _Work(NamedTuple):
     tail: float
 
 
-def least(lots: Sequence[Lot], floor: Floor) -> float:
-    """No placement of these lots is done earlier. Backwards should come in halves: whole ones only take longer."""
+@dataclass(frozen=True)
+class Outlook:
+    """What can be said of a rest before it is placed."""
+
+    bound: float = 0.0
+    """No placement of it is done earlier."""
+    idle: Mapping[int, float] = field(default_factory=dict)
+    """By worker: how long it has nothing to do at the least, before its first action and after its last."""
+
+
+def outlook(lots: Sequence[Lot], floor: Floor) -> Outlook:
+    """Backwards should come in halves: whole ones only take longer, so the bound holds for them, too."""
     work = _work(lots, floor)
     chain = max((each.head + each.units + each.tail for each in work), default=0.0)
     by_group: defaultdict[_Group, list[_Work]] = defaultdict(list)
     for each in work:
         by_group[each.able].append(each)
-    return max([chain, *(_of_group(group, by_group) for group in _groups(by_group))])
+    bound = max([chain, *(_of_group(group, by_group) for group in _groups(by_group))])
+    return Outlook(bound, _idle(work))
+
+
+def _idle(work: Iterable[_Work]) -> dict[int, float]:
+    first: dict[int, float] = {}
+    last: dict[int, float] = {}
+    for each in work:
+        for worker in each.able:
+            first[worker] = min(each.head, first.get(worker, each.head))
+            last[worker] = min(each.tail, last.get(worker, each.tail))
+    return {worker: first[worker] + last[worker] for worker in first}
 
 
 def _groups(able: Iterable[_Group]) -> set[_Group]:
@@ -67,7 +91,8 @@ def _of_group(group: _Group, by_group: dict[_Group, list[_Work]]) -> float:
     for each in work:
         units[each.head, each.tail] += each.units  # type: ignore[assignment]
     tails = sorted({tail for _, tail in units})
-    found = min(each.head for each in work) + _packed(work, group) + tails[0]
+    found = _packed(work, group) + tails[0]
+    found = max(found, _filled(sum(each.units for each in work), sorted(_idle(work).values())))
     for head in {head for head, _ in units}:
         left = 0.0
         for tail in reversed(tails):
@@ -76,20 +101,64 @@ def _of_group(group: _Group, by_group: dict[_Group, list[_Work]]) -> float:
     return found
 
 
+def _filled(units: float, idle: Sequence[float]) -> float:
+    """When work is done that is spread so that all who take part end together, each being idle for so long."""
+    sunk = 0.0
+    for count, own in enumerate(idle, start=1):
+        sunk += own
+        end = (units + sunk) / count
+        if count == len(idle) or end <= idle[count]:
+            return end
+    return 0.0
+
+
 def _packed(work: Sequence[_Work], group: _Group) -> float:
-    """The busiest of a group when each lot is run by one of them, and all are as small as the smallest: then to give
-    each to whoever has least is best."""
-    loads = dict.fromkeys(group, 0.0)
-    lots: defaultdict[int, float] = defaultdict(float)
+    """When the last of a group is done, if each lot is run by one of them. A lot is taken to be as small as the
+    smallest that its worker could run; then to give each to whoever is done with it first is best."""
+    lots: defaultdict[int, list[_Work]] = defaultdict(list)
+    own: defaultdict[int, list[_Work]] = defaultdict(list)
     for each in work:
         if len(each.able) == 1:
-            loads[min(each.able)] += each.units
+            own[min(each.able)].append(each)
         else:
-            lots[each.lot] += each.units
-    smallest = min(lots.values(), default=0.0)
+            lots[each.lot].append(each)
+    kinds: defaultdict[_Group, set[tuple[tuple[float, float], ...]]] = defaultdict(set)
+    for some in lots.values():
+        kinds[some[0].able].add(tuple((each.head, each.units) for each in some))
+    loads = [
+        _Load(own[worker], [k for able, some in kinds.items() if worker in able for k in some]) for worker in group
+    ]
     for _ in lots:
-        loads[min(loads, key=loads.__getitem__)] += smallest
-    return max(loads.values())
+        min(loads, key=lambda load: load.after(1)).take()
+    return max(load.after(0) for load in loads)
+
+
+class _Load:
+    """What a worker has, and a number of the smallest lots that it could have: of what can not begin before a time, all
+    is done after it."""
+
+    def __init__(self, own: Sequence[_Work], lots: Sequence[tuple[tuple[float, float], ...]]) -> None:
+        self.count = 0
+        self.able = bool(lots)
+        heads = {each.head for each in own} | {head for lot in lots for head, _ in lot}
+        self.late = [
+            (
+                head,
+                sum(each.units for each in own if each.head >= head),
+                min((sum(units for at, units in lot if at >= head) for lot in lots), default=0.0),
+            )
+            for head in heads
+        ]
+
+    def after(self, more: int) -> float:
+        """When it is done, with so many lots more."""
+        if more and not self.able:
+            return math.inf
+        ends = (head + own + (self.count + more) * each for head, own, each in self.late if own or each)
+        return max(ends, default=0.0)
+
+    def take(self) -> None:
+        self.count += 1
 
 
 def _work(lots: Sequence[Lot], floor: Floor) -> list[_Work]:

@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 from culm.plan.divide import able, divided
 from culm.plan.edges import Task
+from culm.plan.least import Outlook
 from culm.plan.lineage import Cell, Lot
 from culm.plan.shorten import shortened
 from culm.schedule import UNIT, Action, Costs, Kind
@@ -63,27 +64,31 @@ def place(
     return _Pass(lots, floor, _homes(lots, home or {}), by_chain).run()
 
 
-def best(lots: Sequence[Lot], floor: Floor, home: Mapping[tuple[int, int], int], goal: float = 0.0) -> Placed:
+_UNKNOWN = Outlook()
+
+
+def best(lots: Sequence[Lot], floor: Floor, home: Mapping[tuple[int, int], int], rest: Outlook = _UNKNOWN) -> Placed:
     """The shortest of several passes, by both rules: with everything at home that is at home with its own stage, with
     nothing at home, and with the work divided evenly beforehand; and these once more with their lists shortened. The
-    first of equals is taken, and nothing more is tried once one is done by the goal."""
+    first of equals is taken, and nothing more is tried once one comes to the bound."""
     own = {cell: worker for cell, worker in home.items() if worker % floor.stages == cell[0] % floor.stages}
     found: list[Placed] = []
-    for placed in _tries(lots, floor, own, goal, found):
+    for placed in _tries(lots, floor, own, rest, found):
         found.append(placed)
-        if placed.makespan <= goal + 1e-9:
+        if placed.makespan <= rest.bound + 1e-9:
             break
     return min(found, key=lambda placed: placed.makespan)
 
 
 def _tries(
-    lots: Sequence[Lot], floor: Floor, own: Mapping[tuple[int, int], int], goal: float, found: Sequence[Placed]
+    lots: Sequence[Lot], floor: Floor, own: Mapping[tuple[int, int], int], rest: Outlook, found: Sequence[Placed]
 ) -> Iterator[Placed]:
-    for homes in (_homes(lots, own), {}, divided(lots, floor)):
+    for way in ("own", "anywhere", "divided"):
+        homes = _homes(lots, own) if way == "own" else divided(lots, floor, rest.idle) if way == "divided" else {}
         for by_chain in (False, True):
             yield _Pass(lots, floor, homes, by_chain).run()
     for placed in sorted(found, key=lambda placed: placed.makespan):
-        yield Placed(*shortened(placed.lists, floor, goal))
+        yield Placed(*shortened(placed.lists, floor, rest.bound))
 
 
 def _homes(lots: Sequence[Lot], home: Mapping[tuple[int, int], int]) -> dict[Lot, int]:

@@ -15,7 +15,7 @@ import msgspec
 
 from culm.plan.edges import Task
 from culm.plan.handover import Ordered, Part, in_time, order, parts, staying_first
-from culm.plan.least import least
+from culm.plan.least import outlook
 from culm.plan.lineage import Cell, Missing, Standing, lineage
 from culm.plan.place import Floor
 from culm.schedule import UNIT, Action, Costs, Kind
@@ -145,12 +145,12 @@ def recover(scene: Scene, standings: Mapping[int, Standing]) -> Recovery:
         lineage, steps=steps, segments=scene.segments, micro_batches=scene.micro_batches, dropped=scene.dropped
     )
 
-    bound = least(asked(usable, split=True).lots, floor)
+    rest = outlook(asked(usable, split=True).lots, floor)
 
     def attempt(found: Mapping[int, Standing]) -> tuple[Missing, Ordered]:
         ways = (True,) if scene.split else (False, True)
         tried = [asked(found, split=split) for split in ways]
-        placed = [(missing, order(missing.lots, floor, scene.home, scene.leaving, bound)) for missing in tried]
+        placed = [(missing, order(missing.lots, floor, scene.home, scene.leaving, rest)) for missing in tried]
         return min(placed, key=lambda pair: pair[1].makespan)
 
     missing, placed = in_time(usable, scene.leaving, scene.patience, attempt)
@@ -166,7 +166,7 @@ def recover(scene: Scene, standings: Mapping[int, Standing]) -> Recovery:
         dropped={step: scene.dropped[step] for step in steps if scene.dropped.get(step)},
         redone=_redone(placed.lists, standings, scene.leaving),
         length=placed.makespan,
-        bound=bound,
+        bound=rest.bound,
     )
 
 

@@ -66,19 +66,20 @@ class LocalNursery:
         )
         theirs.close()
 
-        self._etcd: PrivateEtcd | None = None
+        self.private: PrivateEtcd | None = None
+        """The etcd of its runs, once there was one."""
 
     async def etcd(self, note: Callable[[str], None] = lambda _: None) -> Access | None:
         """The private etcd of all runs of this nursery, which ends with it. None: there is none on this machine; then
         the store is kept in the launcher, and `note` is told so."""
-        if self._etcd is not None and self._etcd.running:
-            return self._etcd.access
+        if self.private is not None and self.private.running:
+            return self.private.access
         try:
-            self._etcd = await PrivateEtcd().__aenter__()
+            self.private = await PrivateEtcd().__aenter__()
         except CulmError as error:
             note(f"the store is kept in this process: {error}")
             return None
-        return self._etcd.access
+        return self.private.access
 
     @property
     def pid(self) -> int:
@@ -110,8 +111,8 @@ class LocalNursery:
         self.kill()
         self._process.wait()
         self.board.close()
-        if self._etcd is not None:
-            self._etcd.close()
+        if self.private is not None:
+            self.private.close()
 
     def kill(self) -> None:
         """End all its processes at once. The group outlives a nursery that was killed and left children behind."""
