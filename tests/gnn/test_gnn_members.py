@@ -76,7 +76,7 @@ def test_servers_meet_in_an_etcd_of_ones_own_and_leave_nothing_there(calm: Resul
     seen: list[str] = []
 
     async def look(access: Access) -> list[str]:
-        async with await EtcdStore.open(access, "witness") as store:
+        async with await EtcdStore.open(access, "witness", patience_s=PATIENCE_S) as store:
             return [key.decode() for key in await store._keys(b"culm/gnn-") if b"/key/" in key]
 
     with contextlib.closing(PrivateEtcd()) as private:
