@@ -99,6 +99,8 @@ async def _run(
         finally:
             for task in watching:
                 task.cancel()
+            for news in run.rest():
+                display.news(told_of(news))
     if result.summary is None:
         raise result.failure()
     if rental is not None:

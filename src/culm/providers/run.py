@@ -149,6 +149,10 @@ class LocalRun:
         """The next node that came or is lost, or the next loss that the run has recovered from."""
         return await self._news.get()
 
+    def rest(self) -> list[News]:
+        """The news that nobody has asked for yet."""
+        return [self._news.get_nowait() for _ in range(self._news.qsize())]
+
     async def step(self) -> dict[str, Any] | None:
         """The metrics of the next committed step; None when the run has ended."""
         found = await self._steps.get()
