@@ -82,6 +82,22 @@ def test_the_leader_may_be_lost_in_unequal_pipelines() -> None:
     assert run.summary["preemptions"] == 1
 
 
+@pytest.mark.parametrize(
+    "faults",
+    [
+        Faults().warn(2, seconds=3, step=3, nth=3),
+        Faults().warn(2, seconds=3, at="moved"),
+        Faults().join(2, step=3, nth=3),
+        Faults().pause(2, seconds=4, at="moved"),
+        Faults().kill(0, at="moved", silence=True),
+        Faults().late(3, 1, seconds=0.4),
+    ],
+    ids=["notice", "notice in the move", "newcomer", "pause beyond the lease", "leader", "late"],
+)
+def test_whatever_else_happens_on_the_way_changes_nothing(faults: Faults) -> None:
+    reshaped((1, "3x2"), pipelines=2, stages=3, faults=faults)
+
+
 def test_checkpoints_of_all_shapes_are_complete(tmp_path: Path) -> None:
     run = reshaped((1, "3+2"), pipelines=1, stages=5, strategy="shadow", checkpoint_every=2, out=str(tmp_path))
     assert run.summary["checkpoints"][-1] == STEPS

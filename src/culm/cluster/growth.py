@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from culm.cluster.relayout import Scene, ahead_of, model_of, relayout, shape_now
 from culm.errors import PlanError
@@ -261,10 +263,16 @@ class Growth:
             self.tenure.event("refused", why=f"the layout {written(depths)}: {error}")
             return None
 
-    def complete_first(self, made: Regrouped) -> None:
-        """Somebody has made the open step already, which so has to be completed: the template comes after it."""
-        why = "pipelines are made anew out of those that are left"
-        self.intent = Intent(template(self.model, len(made.epoch.alive)), why, made.epoch.start)
+    def complete_first(self, made: Regrouped) -> Regrouped:
+        """Somebody has made the open step already, which so has to be completed: the template comes after it, and
+        until then nobody begins another one."""
+        start, why = made.epoch.start, "pipelines are made anew out of those that are left"
+        try:
+            self.intent = Intent(template(self.model, len(made.epoch.alive)), why, start)
+        except PlanError as error:
+            self.tenure.event("refused", why=f"no template: {error}")
+            return made
+        return replace(made, epoch=msgspec.structs.replace(made.epoch, until=start))
 
 
 def _depths(epoch: Epoch, tenure: Tenure) -> Depths:

@@ -208,7 +208,9 @@ class Leader:
         """A key of the store has changed."""
         name = key.rpartition("/")[2]
         if key == "wish/layout":
-            self.turnover.growth.wish((value or b"").decode())
+            if value is not None:  # whoever leads next shall not hear of it again
+                self.turnover.growth.wish(value.decode(errors="replace"))
+                await self.tenure.store.delete(key)
         elif key == "gate/finish":
             self.tenure.end_before(int(value or b"0"))
         elif key == "gate/permit":

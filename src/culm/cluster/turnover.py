@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -425,7 +425,7 @@ class Turnover:
                 zones=zones,
                 patience=self._patience(halting),
             )
-            return self._then_anew(made) if setup.strategy == "templates" and halting.lost else made
+            return self.growth.complete_first(made) if setup.strategy == "templates" and halting.lost else made
         if await tenure.saves.newest(tenure.folder.checkpoints) is None:
             raise tenure.lost(min(halting.lost))
         return restart(setup, old, number, address, stay, *await self._rewound(), come)
@@ -452,11 +452,6 @@ class Turnover:
             return math.inf
         left = min(self.tenure.roll.leaving.values()) - now
         return max(0.0, 0.8 * left - (now - halting.began)) / pace
-
-    def _then_anew(self, made: Regrouped) -> Regrouped:
-        """Complete what is open, and nothing more: then pipelines are made anew."""
-        self.growth.complete_first(made)
-        return replace(made, epoch=msgspec.structs.replace(made.epoch, until=made.epoch.start))
 
     async def _plan_ahead(self, standings: Mapping[int, Standing], committed: int, old: Epoch | None) -> None:
         """Plans for whoever may be lost next, one at a time and aside: when it happens they are there."""
