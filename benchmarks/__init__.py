@@ -9,5 +9,11 @@ overhead  what torch's schedule runtime costs when there is nothing to compute
 planner   `culm bench planner`: how good plans are, and how long planning takes
 optima    random cases with proved optima
 pipeline  `culm bench pipeline`: the rows, the JSON, the table
-resilience  `culm bench resilience`: what each strategy costs while nothing befalls a run, and when something does
+resilience  `culm bench resilience`: what each strategy costs, put together from
+  resilience_losses    goodput under the same losses, and the tuned checkpoint baseline
+  resilience_pause     how long a loss holds a run up, beside the bound of `pause`
+  resilience_overhead  what a strategy costs while nothing befalls a run
+  detection            from SIGKILL until the last node has the new epoch
+emulated  layers that sleep, so that there may be more workers than cores
+slow      storage that takes its time
 """

@@ -2,115 +2,126 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from benchmarks.resilience import FULL, QUICK, STRATEGIES, Effort, Result, pause, run, shape, spread, table
+import torch
+from benchmarks.detection import detected, spread, took
+from benchmarks.emulated import Emulated, Nap
+from benchmarks.resilience import ORDER, QUICK, STRATEGIES, Cost, Result, table
+from benchmarks.resilience_losses import Scene, under_losses, undisturbed
+from benchmarks.resilience_overhead import STRATEGIES as MEASURED
+from benchmarks.resilience_overhead import Effort, overhead, shape
+from benchmarks.resilience_pause import HIT, STEPS, late
 from rich.console import Console
 
-from culm.cluster.blows import Kill
-from culm.schedule import generate
+from benchmarks import resilience_pause, slow
+from culm.checkpoint import Storage
+from culm.cluster.setup import STRATEGIES as ABLE
+from culm.providers.local import LocalNursery
+from culm.testing import reference
 
 if TYPE_CHECKING:
     from benchmarks.job import Cut, GPTSpec
 
 STEP_S = {"none": 0.1, "reroute": 0.1, "shadow-lazy": 0.105, "shadow": 0.11}
-HELD_UP_S = 0.35
+SCENE = Scene(pipelines=2, stages=2, each=2, unit_s=0.004, steps=12, loss_every=6.0, back_after=3.0)
 
 
 class Fake:
-    """A factory of runs whose steps take the time of their strategy; one with a kill is held up in the hit step."""
+    """A factory of runs whose steps take the time of their strategy."""
 
     def __init__(self) -> None:
-        self.started: list[tuple[str, int, int]] = []
-        self.kills: list[str] = []
+        self.started: list[str] = []
         self.open = 0
 
     def __call__(self, spec: GPTSpec, cut: Cut, schedule: str, **more: Any) -> FakeRun:
-        del spec, schedule
+        del spec, cut, schedule
         self.open += 1
-        self.started.append((more["strategy"], more["pipelines"], len(cut)))
-        self.kills += more.get("kills", ())
-        return FakeRun(self, STEP_S[more["strategy"]], bool(more.get("kills")))
+        self.started.append(more["strategy"])
+        return FakeRun(self, STEP_S[more["strategy"]])
 
 
 class FakeRun:
-    def __init__(self, factory: Fake, step_s: float, killed: bool) -> None:
-        self.factory, self.step_s, self.killed = factory, step_s, killed
+    def __init__(self, factory: Fake, step_s: float) -> None:
+        self.factory, self.step_s = factory, step_s
         self.summary: dict[str, Any] = {}
-        self.ended_at: list[float] = []
 
     def round(self, steps: int) -> float:
-        for step in range(len(self.ended_at), len(self.ended_at) + steps):
-            took = self.step_s + (HELD_UP_S if self.killed and step == 4 else 0.0)
-            self.ended_at.append((self.ended_at[-1] if self.ended_at else 0.0) + took)
         return steps * self.step_s
 
     def close(self) -> None:
         self.factory.open -= 1
-        self.summary = {
-            "memory": {"kept_bytes": 4_000_000, "peak_rss_bytes": 700_000_000},
-            "bubble_share": 0.5,
-            "recoveries": [{"detect_ms": 12.0}],
-        }
+        self.summary = {"memory": {"kept_bytes": 4_000_000}, "bubble_share": 0.5}
 
 
-@pytest.fixture
-def found() -> Result:
-    return run(Fake(), quick=True)
-
-
-def test_the_overhead_is_what_a_step_takes_longer_than_under_none(found: Result) -> None:
-    assert {n: c["overhead"] for n, c in found["strategies"].items()} == pytest.approx(
-        {"reroute": 0.0, "shadow-lazy": 0.05, "shadow": 0.1}
-    )
-    assert found["strategies"]["shadow"]["overhead_ci"] == pytest.approx([0.1, 0.1])
-
-
-def test_the_pause_is_what_the_hit_step_takes_longer_than_the_others(found: Result) -> None:
-    for name, cost in found["strategies"].items():
-        assert cost["pause_s"] == pytest.approx(HELD_UP_S)
-        assert cost["pause_steps"] == pytest.approx(HELD_UP_S / STEP_S[name])
-    assert found["detect_ms"] == {"median": 12.0, "p90": 12.0, "max": 12.0}
-
-
-def test_the_result_is_the_json_that_was_promised(found: Result) -> None:
-    again = json.loads(json.dumps(found))
-    assert again.keys() >= {"strategies", "detect_ms", "compute", "cores", "workers"}
-    assert again["compute"] == "real"
-    promised = {"overhead", "overhead_ci", "vs_undisturbed", "vs_checkpoint", "bubble_share"}
-    promised |= {"pause_steps", "pause_bound_steps", "pause_s"}
-    assert all(cost.keys() >= promised for cost in again["strategies"].values())
-    assert set(again["strategies"]) == set(STRATEGIES)
+@pytest.mark.parametrize("strategy", MEASURED)
+def test_the_overhead_is_what_a_step_takes_longer_than_under_none(strategy: str) -> None:
+    found = overhead(Fake(), QUICK.effort, strategy, 2, 2)
+    assert found["overhead"] == pytest.approx(STEP_S[strategy] / STEP_S["none"] - 1)
+    assert found["overhead_ci"] == pytest.approx([found["overhead"]] * 2)
 
 
 def test_both_sides_take_turns_in_being_started_first_and_none_is_left_open() -> None:
     fake = Fake()
-    run(fake, effort=Effort(jobs=QUICK.jobs, rounds=4, starts=2, round_s=0.1, kills=0))
-    assert [name for name, _, _ in fake.started[:4]] == ["none", "reroute", "reroute", "none"]
+    overhead(fake, Effort(jobs=QUICK.effort.jobs, rounds=4, starts=2, round_s=0.1), "reroute", 2, 1)
+    assert fake.started == ["none", "reroute", "reroute", "none"]
     assert fake.open == 0
 
 
 def test_there_is_a_core_for_each_worker_where_there_are_two() -> None:
     for cores in (2, 4, 8, 16):
-        for name in STRATEGIES:
+        for name in MEASURED:
             pipelines, stages = shape(name, cores)
             assert pipelines * stages <= cores
             assert pipelines > 1 if name == "reroute" else stages > 1
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("effort", [FULL, QUICK], ids=["full", "quick"])
-def test_every_kill_of_the_bench_is_at_an_action_that_its_node_runs(strategy: str, effort: Effort) -> None:
-    fake = Fake()
-    for cores in (2, 4, 16):
-        pipelines, stages = shape(strategy, cores)
-        plan = generate("1f1b", pipelines=pipelines, stages=stages, micro_batches=effort.spec.micro_batches)
-        fake.kills.clear()
-        for number in range(pipelines * stages):
-            pause(fake, effort, strategy, pipelines, stages, number)
-        for kill in fake.kills:
-            Kill.parse(kill).settled(plan, steps=6)
+def test_every_strategy_of_this_version_but_none_is_left_out() -> None:
+    assert set(STRATEGIES) == set(ABLE) & set(ORDER) == set(ABLE)
+
+
+def test_losses_come_at_their_interval_and_each_node_is_back_after_its_while() -> None:
+    moves = SCENE.losses(0.5).moves
+    removed = {move.node: move.t for move in moves if move.kind == "remove"}
+    added = [move.t for move in moves if move.kind == "add"]
+    assert [round(t / 0.5 / 6.0 - 0.5) for t in removed.values()] == list(range(len(removed)))
+    assert added == pytest.approx([t + 1.5 for t in removed.values()])
+
+
+def test_whom_the_losses_take_is_there_and_every_strategy_gets_the_same() -> None:
+    losses = SCENE.losses(1.0)
+    there = {event.node for event in losses.first}
+    for move in losses.moves:
+        assert (move.node in there) == (move.kind == "remove")
+        there ^= {move.node}
+        assert SCENE.nodes - 1 <= len(there) <= SCENE.nodes
+    assert losses == SCENE.losses(1.0) != replace(SCENE, seed=1).losses(1.0)
+
+
+def test_a_pause_is_what_the_last_open_step_is_late_by_however_commits_are_bunched() -> None:
+    calm = [float(step + step % 2) for step in range(STEPS)]  # two at a time, one second a step
+    ended = [2 * t + (3.0 if step >= HIT else 0.0) for step, t in enumerate(calm)]  # half as fast
+    held = late(ended, calm, HIT, 0.5)
+    assert (held.pause_s, held.step_s) == pytest.approx((3.0, 2.0))
+    assert held.pause_steps == pytest.approx(1.5)
+    assert not held.within
+    assert late(ended, calm, HIT, 1.2).within
+
+
+def test_a_loss_is_known_when_the_last_member_has_begun_the_epoch_without_the_node() -> None:
+    events = [
+        {"t": 1.0, "kind": "epoch", "members": [0, 1, 2]},
+        {"t": 1.1, "kind": "ready", "node": 0, "seconds": 0.0},
+        {"t": 2.1, "kind": "epoch", "members": [0, 2]},
+        {"t": 2.3, "kind": "ready", "node": 0, "seconds": 0.1},
+        {"t": 2.4, "kind": "ready", "node": 2, "seconds": 0.3},
+    ]
+    assert took(events, 1, 2.0) == pytest.approx(0.2)
+    with pytest.raises(ValueError, match="without node 0"):
+        took(events, 0, 2.0)
 
 
 def test_the_spread_of_nothing_is_nothing_and_of_one_is_that() -> None:
@@ -118,10 +129,99 @@ def test_the_spread_of_nothing_is_nothing_and_of_one_is_that() -> None:
     assert spread([3.0]) == {"median": 3.0, "p90": 3.0, "max": 3.0}
 
 
-def test_the_table_has_a_line_for_each_strategy(found: Result) -> None:
+def test_how_long_layers_sleep_changes_nothing_of_what_is_learned() -> None:
+    asleep, awake = (Emulated(stages=2, micro_batches=2, unit_s=s, steps=2, exact=True).job() for s in (0.001, 0.0))
+    assert reference(asleep).state_sha256 == reference(awake).state_sha256
+
+
+def test_the_gradients_of_a_layer_that_sleeps_are_those_of_one_that_does_not() -> None:
+    layer = Nap(0.0)
+    x = torch.ones(1, 8, requires_grad=True)
+    layer(x).sum().backward()
+    expected = torch.autograd.grad(torch.tanh(x @ layer.weight).sum(), (x, layer.weight))
+    assert all(torch.equal(a, b) for a, b in zip((x.grad, layer.weight.grad), expected, strict=True))
+
+
+def test_slow_storage_has_what_was_written_to_it_and_takes_its_time_for_shards_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("benchmarks.slow.time.sleep", slept.append)
+    slow.register()
+    storage = Storage(slow.place(str(tmp_path), write_s=11, read_s=17))
+    storage.write("step/a.safetensors", b"weights")
+    storage.write("step/manifest.json", b"{}")
+    assert storage.read("step/a.safetensors") == b"weights"
+    assert storage.list("step") == ["a.safetensors", "manifest.json"]
+    storage.delete("step")
+    assert not storage.exists("step/manifest.json")
+    assert slept == [11, 17]
+
+
+def cost(**known: float) -> Cost:
+    fields = dict.fromkeys(Cost.__annotations__)
+    return {**fields, **known}  # type: ignore[typeddict-item,return-value]
+
+
+def test_the_table_has_a_line_for_each_strategy() -> None:
+    scene = {"pipelines": 4, "stages": 4, "step_s": 2.0, "loss_every_steps": 10.0, "back_after_steps": 5.0}
+    result = Result(
+        strategies={name: cost(vs_undisturbed=0.5) for name in STRATEGIES} | {"none": cost()},
+        detect_ms={"median": 40.0, "p90": 50.0, "max": 60.0},
+        compute="emulated",
+        overhead_compute="real",
+        scene=scene,
+        checkpoint={},
+        grid=[],
+        bamboo={"ratio": 3.8},
+        kills={},
+        cores=2,
+        workers=16,
+    )
     console = Console(file=io.StringIO(), width=120)
-    console.print(table(found))
-    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    console.print(table(result))
+    shown = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
     assert all(name in shown for name in STRATEGIES)
-    assert "+10.0%" in shown
-    assert "700 MB" in shown
+    assert all(text in shown for text in ("50%", "emulated", "3.80 times", "40 ms"))
+    assert json.loads(json.dumps(result))["strategies"].keys() == set(STRATEGIES)
+
+
+def test_the_json_has_the_names_that_were_promised() -> None:
+    promised = {"overhead", "overhead_ci", "vs_undisturbed", "vs_checkpoint", "bubble_share"}
+    promised |= {"pause_steps", "pause_bound_steps", "pause_s"}
+    assert Cost.__annotations__.keys() >= promised
+    assert Result.__annotations__.keys() >= {"strategies", "detect_ms", "compute", "cores", "workers"}
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Any:
+    with LocalNursery() as made:
+        yield made
+
+
+@pytest.mark.real
+def test_under_the_same_losses_none_is_lost_and_reroute_goes_on(nursery: LocalNursery) -> None:
+    calm = undisturbed(SCENE, nursery)
+    assert calm.goodput > 0
+    assert under_losses(SCENE, nursery, "none", calm.step_s).goodput == 0
+    ran = under_losses(SCENE, nursery, "reroute", calm.step_s)
+    assert ran.goodput > 0
+    assert ran.summary["preemptions"] >= 1
+    assert (ran.summary["samples_lost"], ran.summary["samples_duplicated"]) == (0, 0)
+
+
+@pytest.mark.real
+def test_a_checkpoint_on_slow_storage_is_gone_back_to(nursery: LocalNursery, tmp_path: Path) -> None:
+    calm = undisturbed(SCENE, nursery)
+    out = slow.place(str(tmp_path), write_s=0.01, read_s=0.05)
+    ran = under_losses(SCENE, nursery, "checkpoint", calm.step_s, out=out, checkpoint_every=2, replace_within=5.0)
+    assert "checkpoint" in {each["source"] for each in ran.summary["recoveries"]}
+    assert list(tmp_path.glob("checkpoints/*"))
+
+
+@pytest.mark.real
+def test_a_struck_node_is_detected_and_its_pause_has_a_bound(nursery: LocalNursery) -> None:
+    assert all(ms > 0 for ms in detected(nursery, 2))
+    (held,) = resilience_pause.held(nursery, "reroute", kills=1, unit_s=0.004)
+    assert held.step_s > 0
+    assert held.bound_steps >= 0

@@ -34,7 +34,7 @@ def waiting(monkeypatch: pytest.MonkeyPatch, permit: int) -> tuple[Worker, Any, 
     unused: Any = None
     worker, copies = Worker(job(), 0, "agent", unused, RealClock()), Copies()
     worker.permit, worker.committed = permit, STEP - 2
-    return worker, SimpleNamespace(epoch=SimpleNamespace(kept=True), shadows=copies), copies
+    return worker, SimpleNamespace(epoch=SimpleNamespace(kept=True, number=1, until=None), shadows=copies), copies
 
 
 def test_a_commit_lets_a_worker_go_on_whose_copy_waits_for_sums_that_others_have_yet_to_make(

@@ -18,7 +18,7 @@ from culm.transport.base import Group, Transport
 from culm.transport.memory import MemoryTransport
 from culm.transport.sockets import SocketTransport
 
-from .sides import MEMORY, SECRET, Side, child, exit_status, key, leave, patiently
+from .sides import MEMORY, SECRET, SOCKETS, Side, child, exit_status, key, leave, patiently
 
 
 @asynccontextmanager
@@ -73,6 +73,25 @@ def test_sums_in_flight_at_once_are_told_apart_by_their_order(side: Side) -> Non
                 assert [t.unique().tolist() for t in tensors] == [[0.0], [2.0], [4.0], [6.0]]
 
     side.run(main())
+
+
+def test_a_group_that_waits_for_a_member_that_never_comes_is_in_nobodys_way() -> None:
+    """The first member lends the place where others meet: also while it waits there itself, in vain."""
+
+    async def main() -> None:
+        async with SOCKETS.endpoints(3) as transports:
+            addresses = [transport.address for transport in transports]
+            vain = [transport.group(key("vain"), addresses) for transport in transports[:2]]
+            waiting = [asyncio.create_task(group.join()) for group in vain]
+            done, _ = await asyncio.wait(waiting, timeout=0.5)
+            assert not done
+            async with groups(transports[:2], "others") as members:
+                assert [t.tolist() for t in await total(members, [torch.ones(1)] * 2)] == [[2.0]] * 2
+            for task, group in zip(waiting, vain, strict=True):
+                task.cancel()
+                group.close()
+
+    SOCKETS.run(main())
 
 
 def test_groups_over_the_same_workers_do_not_mix(side: Side) -> None:

@@ -329,6 +329,7 @@ def main(descriptor: int, board: int) -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
     os.environ[NVML_CHECK] = "1"  # looking for a GPU must not start one here
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # that a peer is gone culm says itself, in one line
     import torch
 
     torch.set_num_threads(1)

@@ -50,15 +50,14 @@ class GlooGroup:
             return
         host = self._transport.address.rpartition(":")[0]
         if self._rank == 0:
-            store = await _aside(_own_store, host)
-            place = torch.tensor([store.port, secrets.randbits(62)])
+            place = torch.tensor([await _aside(_lent_port, host), secrets.randbits(62)])
             for member in self._members[1:]:
                 self._transport.send(member, self._key, [place])
         else:
             (sent,) = await self._transport.receive(self._key)
             assert sent is not None
             place = sent
-            store = await self._explained(_their_store, self._members[0].rpartition(":")[0], int(place[0]))
+        store = await self._explained(_entered, self._members[0].rpartition(":")[0], int(place[0]))
         self._group = await self._explained(self._meet, PrefixStore(str(int(place[1])), store), host)
         _groups.add(self._group)
 
@@ -139,12 +138,15 @@ def _settle(loop: asyncio.AbstractEventLoop, done: asyncio.Future[Any], value: A
         loop.call_soon_threadsafe(settle)
 
 
-def _own_store(host: str) -> Any:
+def _lent_port(host: str) -> int:
+    """Where the store that this process lends listens."""
     with _stores_lock:
         if host not in _stores:
             _stores[host] = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
-        return _stores[host]
+        return int(_stores[host].port)
 
 
-def _their_store(host: str, port: int) -> Any:
+def _entered(host: str, port: int) -> Any:
+    """A connection of the group's own, also to the store of this process: who waits on one for somebody that has died
+    keeps everybody else from using it, for good."""
     return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
