@@ -14,11 +14,13 @@ PYTEST = $(BIN)/pytest -q -n 2 --dist worksteal
 help: ## Show what there is to make
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: .venv/.installed ## Train a small GPT on 2 x 2 local nodes, lose two of them, learn the same; into runs/demo
-	rm -rf runs/demo runs/undisturbed
-	$(BIN)/culm run examples/gpt.py --pipelines 2 --stages 2 --steps 60 --exact --out runs/demo \
-		--kill "node=3 step=20 at=1B5" --kill "node=0 step=40"
-	$(BIN)/culm run examples/gpt.py --steps 60 --exact --out runs/undisturbed --quiet
+demo: .venv/.installed ## Train a small GPT on 8 local nodes of a spot market, lose some, learn the same; into runs/demo
+	rm -rf runs/demo runs/undisturbed runs/market.csv
+	mkdir -p runs
+	$(BIN)/culm trace generate --market nodes=9,hours=4,rate=0.7,group=1.5,zones=3 --seed 2 --out runs/market.csv
+	$(BIN)/culm run examples/gpt.py --pipelines 4 --stages 2 --steps 240 --exact --out runs/demo --checkpoint-every 60 \
+		--trace runs/market.csv --speedup 120
+	$(BIN)/culm run examples/gpt.py --steps 240 --exact --out runs/undisturbed --quiet
 	$(BIN)/python examples/same.py runs/demo runs/undisturbed
 
 test: lint ## Check style, types and promises; the fast tests come first
@@ -34,7 +36,7 @@ bench: .venv/.installed ## Measure culm beside torch.distributed.pipelining
 	$(BIN)/culm bench pipeline
 
 clean: ## Remove the environment, the caches and the demo
-	rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist runs/demo runs/undisturbed
+	rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist runs/demo runs/undisturbed runs/market.csv
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/.installed: pyproject.toml constraints.txt

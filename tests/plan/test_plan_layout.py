@@ -146,3 +146,12 @@ def test_a_stage_that_nobody_holds_is_named() -> None:
     assert orphaned(world(PLAN, "reroute", {1, 4})) == [1]
     assert orphaned(world(PLAN, "shadow", {1, 4})) == []
     assert orphaned(world(PLAN, "shadow", {0, 1, 3, 4})) == [1]
+
+
+@pytest.mark.parametrize("shuffled", [{0: 1, 1: 0}, {0: 1, 1: 0, 2: 1, 3: 0}, {2: 1, 5: 0}])
+def test_workers_that_have_moved_into_each_others_slots_run_every_action_once(shuffled: dict[int, int]) -> None:
+    full = generate("1f1b", pipelines=3, stages=2, micro_batches=6)
+    held = {slot: frozenset((shuffled.get(slot, slot % 2),)) for slot in range(6)}
+    plan = arrange_around(World(plan=full, strategy="reroute", held=held, running=full)).plan
+    assert plan.placement().keys() == full.placement().keys()
+    assert all(plan.stages_of(slot) == (stage,) for slot, stage in shuffled.items())

@@ -281,9 +281,9 @@ def _case(world: World, failed: Collection[int]) -> Case:
 
 def _renamed(plan: Plan, world: World, moved: Mapping[int, int]) -> Plan:
     """The same plan, in which workers that have moved run the lists of the slots that they fill."""
-    rows = list(plan.workers)
-    for slot, worker in moved.items():
-        rows[worker], rows[slot] = plan.workers[slot], ()
+    rows = [() if slot in moved else row for slot, row in enumerate(plan.workers)]
+    for slot, worker in moved.items():  # whose own slot may have been filled by another one that has moved
+        rows[worker] = plan.workers[slot]
     fills = moved.values()
     failed = tuple(slot for slot in range(len(rows)) if not _own(world, slot) and slot not in fills)
     held = tuple(sorted((worker, (slot % plan.stages,)) for slot, worker in moved.items()))

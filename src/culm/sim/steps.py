@@ -43,6 +43,7 @@ class Steps:
         self._uneven = cache(self._best_uneven)
         self._best = cache(self._best_spread)
         self._merged = cache(self._merged_stages)
+        self._doubled = cache(self._doubled_stage)
         self._least = cache(self._stage_least)
         self._mixed = cache(self._mixed_depths)
         self._bubble = cache(self._bubble_share)
@@ -225,7 +226,7 @@ class Steps:
         w = self.workload
         m = -(-w.micro_batches // pipelines)
         if not self.planned or len(lost) >= w.stages:
-            return self._doubled_stage(pipelines)
+            return self._doubled(pipelines)
         plan = self.plan(1, m)
         held = {s: frozenset((s, (s + 1) % w.stages)) for s in range(w.stages) if s not in lost}
         world = World(plan=plan, strategy="shadow", held=held, costs=w.costs, joint=not w.stagger)

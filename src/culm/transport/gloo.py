@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
+import functools
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
+from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
 from culm.errors import EpochClosed, NodeLost
 from culm.transport.base import Address, Key
@@ -30,36 +31,99 @@ T = TypeVar("T")
 
 _TIMEOUT = timedelta(days=1)
 """Gloo's own time-out never decides: an epoch that ends abandons the group."""
-_groups: set[Any] = set()
+_groups: dict[Any, Meeting] = {}
 """Groups that were not left: freeing one waits for what is under way in it, so it must never happen by the way."""
-_stores: dict[str, Any] = {}
-_stores_lock = threading.Lock()
+
+
+class Meeting(Store):
+    """The store in which members of a group find each other, in each of them: what one sets, all others are told.
+
+    Not torch's TCPStore: who waits there for a member that has died waits on, and to connect to it may take the five
+    seconds of a name server that does not answer.
+    """
+
+    def __init__(self, tell: Callable[[str, bytes], None]) -> None:
+        super().__init__()
+        self._tell = tell
+        self._known: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+        self._over = False
+
+    def set(self, key: str, value: bytes | str) -> None:
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        self.learn(key, data)
+        self._tell(key, data)
+
+    def learn(self, key: str, value: bytes) -> None:
+        with self._changed:
+            self._known[key] = value
+            self._changed.notify_all()
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._known[key]
+
+    def wait(self, keys: Sequence[str], timeout: timedelta = _TIMEOUT) -> None:
+        """Called in a thread of its own, which may wait. Raises RuntimeError when the group is left meanwhile."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._over or self._known.keys() >= set(keys), timeout.total_seconds())
+            if self._over:
+                raise RuntimeError("the group was left")
+
+    def close(self) -> None:
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
 
 
 class GlooGroup:
-    """A Gloo process group outside of torch's global one. The first member lends the store where they meet."""
+    """A Gloo process group outside of torch's global one. Its members meet through frames of the transport."""
 
     def __init__(self, transport: Transport, key: Key, members: Sequence[Address]) -> None:
         self._transport, self._key, self._members = transport, key, tuple(members)
         self._rank = self._members.index(transport.address)
         self._group: Any = None
+        self._told = 0
         self._loop = asyncio.get_running_loop()
 
     async def join(self) -> None:
         if len(self._members) == 1:
             return
+        meeting = Meeting(lambda key, value: _soon(self._loop, self._tell, key, value))
+        others = [rank for rank in range(len(self._members)) if rank != self._rank]
         host = self._transport.address.rpartition(":")[0]
-        if self._rank == 0:
-            place = torch.tensor([await _aside(_lent_port, host), secrets.randbits(62)])
-            for member in self._members[1:]:
-                self._transport.send(member, self._key, [place])
-        else:
-            (sent,) = await self._transport.receive(self._key)
+        meet = asyncio.create_task(self._explained(self._meet, meeting, host))
+        tasks: list[asyncio.Task[Any]] = [meet, *(asyncio.create_task(self._hear(rank, meeting)) for rank in others)]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            self._group = (meet if meet in done else done.pop()).result()  # who hears ends with an error alone
+            _groups[self._group] = meeting
+        except BaseException:
+            meeting.close()
+            raise
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def _tell(self, key: str, value: bytes) -> None:
+        """One frame for each of the others, numbered in the order in which they are sent."""
+        word = key.encode()
+        body = torch.frombuffer(bytearray(len(word).to_bytes(4, "big") + word + value), dtype=torch.uint8)
+        for rank, member in enumerate(self._members):
+            if rank != self._rank:
+                self._transport.send(member, self._frame(self._rank, self._told), [body])
+        self._told += 1
+
+    async def _hear(self, rank: int, meeting: Meeting) -> None:
+        for number in itertools.count():
+            (sent,) = await self._transport.receive(self._frame(rank, number))
             assert sent is not None
-            place = sent
-        store = await self._explained(_entered, self._members[0].rpartition(":")[0], int(place[0]))
-        self._group = await self._explained(self._meet, PrefixStore(str(int(place[1])), store), host)
-        _groups.add(self._group)
+            body = bytes(sent.tolist())
+            end = 4 + int.from_bytes(body[:4], "big")
+            meeting.learn(body[4:end].decode(), body[end:])
+
+    def _frame(self, rank: int, number: int) -> Key:
+        return self._key._replace(name=f"{self._key.name} from {rank} {number}")
 
     def _meet(self, store: Any, host: str) -> Any:
         gloo: Any = ProcessGroupGloo
@@ -97,7 +161,7 @@ class GlooGroup:
     def close(self) -> None:
         if self._group is not None:
             last = [self._group]
-            _groups.discard(self._group)
+            del _groups[self._group]
             self._group = None
             threading.Thread(target=last.clear, name="culm-gloo-end", daemon=True).start()
 
@@ -134,19 +198,10 @@ def _settle(loop: asyncio.AbstractEventLoop, done: asyncio.Future[Any], value: A
         else:
             done.set_exception(error)
 
+    _soon(loop, settle)
+
+
+def _soon(loop: asyncio.AbstractEventLoop, call: Callable[A, None], *args: A.args, **kwargs: A.kwargs) -> None:
+    """On the loop, from any thread, as long as there is one."""
     with contextlib.suppress(RuntimeError):  # the loop is closed
-        loop.call_soon_threadsafe(settle)
-
-
-def _lent_port(host: str) -> int:
-    """Where the store that this process lends listens."""
-    with _stores_lock:
-        if host not in _stores:
-            _stores[host] = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
-        return int(_stores[host].port)
-
-
-def _entered(host: str, port: int) -> Any:
-    """A connection of the group's own, also to the store of this process: who waits on one for somebody that has died
-    keeps everybody else from using it, for good."""
-    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
+        loop.call_soon_threadsafe(functools.partial(call, *args, **kwargs))
