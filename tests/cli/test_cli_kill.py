@@ -41,7 +41,9 @@ def test_a_node_killed_at_an_action_changes_nothing_that_is_learned() -> None:
 
 
 def test_what_befalls_a_run_is_shown_and_stands_in_its_ledger_and_its_folder(tmp_path: Path) -> None:
-    code, shown = said("--stages", "2", "--kill", "node=1 step=1 at=1F2", "--out", str(tmp_path / "a"))
+    code, shown = said(
+        "--stages", "2", "--strategy", "shadow", "--kill", "node=1 step=1 at=1F2", "--out", str(tmp_path / "a")
+    )
     assert code == 0
     assert "node 1 is gone\n" in shown
     assert "step 1 went on without node 1, by shadow: " in shown

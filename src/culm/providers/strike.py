@@ -13,8 +13,8 @@ from collections.abc import Iterable
 
 from culm.cluster.blows import Kill
 
-_FIELDS = 3
-"""Numbers of a node on the board: the process of its agent, when it was struck, when its worker took an epoch over."""
+_FIELDS = 2
+"""Numbers of a node on the board: the process of its agent, and when it was struck."""
 _NODES = 4096
 """More than a run on one machine ever has, with all that come and go."""
 _BYTES = 8
@@ -41,7 +41,7 @@ class Board:
 
     def enter(self, node: int, agent: int) -> None:
         """A node begins, with nothing known of it."""
-        self._cells[_FIELDS * node : _FIELDS * (node + 1)] = array.array("d", [agent, 0.0, 0.0])
+        self._cells[_FIELDS * node : _FIELDS * (node + 1)] = array.array("d", [agent, 0.0])
 
     def agent(self, node: int) -> int:
         return int(self._cells[_FIELDS * node])
@@ -54,17 +54,6 @@ class Board:
         """None: nobody here has struck it."""
         return self._cells[_FIELDS * node + 1] or None
 
-    def adopt(self, node: int, now: float) -> None:
-        """Its worker takes an epoch over; only the first after `forget` counts."""
-        self._cells[_FIELDS * node + 2] = self._cells[_FIELDS * node + 2] or now
-
-    def adopted_at(self, node: int) -> float | None:
-        return self._cells[_FIELDS * node + 2] or None
-
-    def forget(self, node: int) -> None:
-        """From now on the next epoch counts."""
-        self._cells[_FIELDS * node + 2] = 0.0
-
 
 class Striker:
     """Strikes in one process, agent or worker, when it reaches the moment of a kill. Never returns from that."""
@@ -76,8 +65,6 @@ class Striker:
 
     def reached(self, node: int, step: int, action: str) -> None:
         """The node has done an action and nobody has heard of it yet."""
-        if action == "adopt":
-            self._board.adopt(node, time.monotonic())
         for number, kill in enumerate(self._kills):
             if kill.matches(node, step, action):
                 self._times[number] += 1
