@@ -24,6 +24,7 @@ from torch import nn
 
 from benchmarks.gnn_case import Case, Curve, Request
 from culm.gnn.graph import TEST, TRAIN, VAL, Graph
+from culm.gnn.model import initial_weights, shape_of, state_dict
 from culm.gnn.readers import load
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
@@ -56,11 +57,12 @@ def edge_index(graph: Graph) -> torch.Tensor:
 
 
 def whole_graph(request: Request) -> Curve:
-    """Full-graph training in this process."""
+    """Full-graph training in this process, from the weights that culm starts from with this seed."""
     torch.set_num_threads(request.cores)
     graph, case = read(request.case), request.case
     torch.manual_seed(request.seed)
     model = pyg_model(case, graph.width, graph.classes)
+    model.load_state_dict(state_dict(initial_weights(shape_of(model), request.seed, None)))
     optimizer = torch.optim.Adam(model.parameters(), lr=case.lr, weight_decay=case.weight_decay)
     features, labels, edges = torch.from_numpy(graph.features), torch.from_numpy(graph.labels).long(), edge_index(graph)
     over = _sparse(edges, graph.vertices) if request.system == "pyg-sparse" else edges

@@ -1,15 +1,16 @@
 """How long a loss holds a run up, beside the least that it could: in simulation, at every action of a step.
 
-    python -m benchmarks.pause [--quick] [--json]
+    python -m benchmarks.pause [--quick | --wide] [--workers N] [--json]
 
 F, I and W take one unit of time each, B two, all else nothing, and a loss is noticed at once: what is left is the work
 that the loss makes. The pause is how much later the last step that was open is complete than in the undisturbed run.
 Where one step was open, that is the hit step's duration minus the undisturbed one's. It is given in steps.
 
-The bound is for what the survivors hold at that moment: how soon the actions that lineage asks for could be done by any
-placement at all (see `least`), less what the undisturbed run would still have taken. Below zero counts as zero: nobody
-asks a loss to speed a run up. It is a bound on the placement: that no smaller set of actions would do is lineage's
-promise, and that all steps that were begun are completed before anything else is how a recovery works.
+The bound is the planner's own (culm.plan.least), for what the survivors hold at that moment: how soon the actions that
+lineage asks for could be done by any placement at all, less what the undisturbed run would still have taken. Below zero
+counts as zero: nobody asks a loss to speed a run up. Units of time are whole here, so the bound is rounded up. It is a
+bound on the placement: that no smaller set of actions would do is lineage's promise, and that all steps that were begun
+are completed before anything else is how a recovery works.
 
 One thing flatters the simulation: what survivors are computing at the moment of a loss is complete at once. That is
 worth up to one action each, for the pause and for the bound alike.
@@ -21,14 +22,15 @@ import argparse
 import asyncio
 import json
 import math
+import multiprocessing
 import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
-from itertools import combinations
-from typing import Any
+from itertools import product
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -37,18 +39,19 @@ from torch import nn
 from culm.cluster.prepare import Request, prepare
 from culm.cluster.setup import Setup
 from culm.job import Job
-from culm.plan.lineage import Cell
-from culm.plan.place import Task
-from culm.plan.recover import Recovery, needed
+from culm.plan.least import outlook
+from culm.plan.place import Floor, whole_step
+from culm.plan.recover import Recovery
 from culm.runtime import epoch as letters
 from culm.schedule import Action, Kind, Plan, timing
-from culm.schedule.action import RELEASE
 from culm.testing import Cluster, Faults
 from culm.testing.cluster import enact
 
 STAGES, HIT, STEPS = 3, 2, 5
 UNITS = {Kind.F: 1.0, Kind.I: 1.0, Kind.W: 1.0, Kind.B: 2.0}
 _WIDTH = 2
+PROMISE = 0.1 + 1e-9
+"""How many steps a pause may be longer than its bound."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +60,7 @@ class Pause:
 
     strategy: str
     schedule: str
+    stages: int
     pipelines: int
     micro_batches: int
     """Of each pipeline."""
@@ -90,34 +94,32 @@ def pauses(setup: Setup, job: Job, moments: Sequence[tuple[int, str]]) -> Iterat
     calm = watch(job, setup, Faults())
     for node, at in moments:
         hurt = watch(job, setup, Faults().kill(node, at=at, step=HIT))
-        recovery = hurt.epochs[-1].recovery
-        if not recovery.steps:
-            recovery = _begun_anew(Plan.from_text(hurt.epochs[-1].plan))
-        last = max(recovery.steps)
+        recovery, plan = hurt.epochs[-1].recovery, Plan.from_text(hurt.epochs[-1].plan)
+        last = max(recovery.steps, default=HIT)
         left = calm.done[last] - hurt.killed
+        planned = recovery.length if recovery.steps else timing(plan).makespan
         yield Pause(
             strategy=setup.strategy,
             schedule=setup.schedule,
+            stages=setup.stages,
             pipelines=setup.pipelines,
             micro_batches=job.micro_batches // setup.pipelines,
             node=node,
             at=at,
             pause=(hurt.done[last] - calm.done[last]) / calm.step,
-            bound=max(0.0, (least(recovery, STAGES) - left) / calm.step),
-            planned=(recovery.length - left) / calm.step,
+            bound=max(0.0, (_bound(recovery, plan) - left) / calm.step),
+            planned=(planned - left) / calm.step,
         )
 
 
-def _begun_anew(plan: Plan) -> Recovery:
-    """Nobody who is left had begun a step: the hit one is run by the new plan, as a whole."""
-    stages = range(plan.stages)
-    return Recovery(
-        steps=(HIT,),
-        lists=tuple(tuple((HIT, str(a), False) for a in row if a.micro is not None) for row in plan.workers),
-        versions=tuple(dict.fromkeys(plan.stages_of(slot), HIT) for slot in range(len(plan.workers))),
-        runners=tuple(plan.holders_of(stage) for stage in stages),
-        length=timing(plan).makespan,
-    )
+def _bound(recovery: Recovery, plan: Plan) -> float:
+    """Where nobody who is left had begun a step, the hit one is run by the new plan, as a whole."""
+    bound = recovery.bound
+    if not recovery.steps:
+        runners = {stage: plan.holders_of(stage) for stage in range(plan.stages)}
+        floor = Floor(stages=plan.stages, segments=plan.segments, workers=len(plan.workers), runners=runners)
+        bound = outlook(whole_step(plan.segments, plan.micro_batches, split=True), floor).bound
+    return math.ceil(bound - 1e-9)
 
 
 def watch(job: Job, setup: Setup, faults: Faults) -> Watched:
@@ -154,133 +156,12 @@ def units(text: str) -> float:
     return UNITS.get(Action.parse(text).kind, 0.0)
 
 
-@dataclass(frozen=True)
-class _Work:
-    """An action that is left to do: who could do it, and the chains of others before and after it."""
-
-    lot: tuple[Cell, bool]
-    """All of a lot is run by one worker."""
-    able: frozenset[int]
-    units: float
-    head: float
-    tail: float
-
-
-def least(recovery: Recovery, stages: int) -> float:
-    """No placement of these actions is done earlier.
-
-    For each group of workers, and for what is left to do that nobody else could: it can not begin before the shortest
-    chain that leads to it, takes at least its work spread evenly over the group, and the shortest chain that follows on
-    it is yet to come. The largest of these over all groups, and over the parts of the work with longer chains. Lots are
-    whole, and so are units of time.
-    """
-    work = _work(recovery, stages)
-    chain = max((each.head + each.units + each.tail for each in work), default=0.0)
-    able = {each.able for each in work}
-    groups = {frozenset().union(*some) for count in (1, 2, 3) for some in combinations(able, count)}
-    bounds = [_of_group([each for each in work if each.able <= group], group) for group in groups]
-    return math.ceil(max([chain, *bounds]) - 1e-9)
-
-
-def _of_group(work: Sequence[_Work], group: frozenset[int]) -> float:
-    workers = len(group)
-    found = min(each.head for each in work) + _packed(work, group) + min(each.tail for each in work)
-    for head in {each.head for each in work}:
-        late = [each for each in work if each.head >= head]
-        for tail in {each.tail for each in late}:
-            units = sum(each.units for each in late if each.tail >= tail)
-            found = max(found, head + units / workers + tail)
-    return found
-
-
-def _packed(work: Sequence[_Work], group: frozenset[int]) -> float:
-    """The busiest of a group when each lot is run by one of them, and all are as small as the smallest: then to give
-    each to whoever has least is best."""
-    loads = dict.fromkeys(group, 0.0)
-    lots: dict[tuple[Cell, bool], float] = defaultdict(float)
-    for each in work:
-        if len(each.able) == 1:
-            loads[min(each.able)] += each.units
-        else:
-            lots[each.lot] += each.units
-    for _ in lots:
-        loads[min(loads, key=loads.__getitem__)] += min(lots.values())
-    return max(loads.values())
-
-
-def _work(recovery: Recovery, stages: int) -> list[_Work]:
-    tasks = [(slot, task) for slot in range(len(recovery.lists)) for task in recovery.tasks(slot)]
-    edges = _edges([task for _, task in tasks], stages)
-    heads = _longest(edges)
-    tails = _longest(_turned(edges))
-    begun = {(slot, _cell(task), task.again) for slot, task in tasks if task.action.kind is Kind.F}
-    found = []
-    for slot, task in tasks:
-        stage = task.action.segment % stages
-        holders = [other for other, held in enumerate(recovery.versions) if stage in held]
-        free = (slot, _cell(task), task.again) in begun  # what goes on from a tape is bound to the worker that has it
-        able = frozenset(holders if task.again else recovery.runners[stage]) if free else frozenset((slot,))
-        lot = (_cell(task), task.again)
-        found.append(_Work(lot, able, UNITS[task.action.kind], heads[task], tails[task]))
-    return found
-
-
-def _cell(task: Task) -> Cell:
-    return Cell(task.step, task.action.segment, task.action.micro or 0)
-
-
-def _edges(tasks: Sequence[Task], segments: int) -> dict[Task, list[Task]]:
-    """What each waits for: its own lot, what another segment makes, and for a new step the sums of the one before."""
-    made = {(task.step, name): task for task in tasks for name in _names(task.action)}
-    added = defaultdict(list)
-    for task in tasks:
-        if task.action.kind in RELEASE and not task.again:
-            added[task.step, task.action.segment].append(task)
-    found: dict[Task, list[Task]] = {}
-    for task in tasks:
-        step, (segment, kind, micro), _ = task
-        own = {Kind.I: Kind.F, Kind.B: Kind.F, Kind.W: Kind.I}.get(kind)
-        names = [Action(segment, own, micro)] if own is not None else []
-        needs = needed(task.action, segments)
-        names += [needs] if needs is not None else []
-        found[task] = [made[step, name] for name in names if (step, name) in made and made[step, name] != task]
-        found[task] += added[step - 1, segment] if kind is Kind.F and not task.again else []
-    return found
-
-
-def _names(action: Action) -> tuple[Action, ...]:
-    """What goes by the name of I, whether I or B made it, is the gradient."""
-    return (action, action._replace(kind=Kind.I)) if action.kind is Kind.B else (action,)
-
-
-def _turned(edges: dict[Task, list[Task]]) -> dict[Task, list[Task]]:
-    found: dict[Task, list[Task]] = {task: [] for task in edges}
-    for task, before in edges.items():
-        for each in before:
-            found[each].append(task)
-    return found
-
-
-def _longest(edges: dict[Task, list[Task]]) -> dict[Task, float]:
-    """The longest chain that leads to each task."""
-    found: dict[Task, float] = {}
-
-    def to(task: Task) -> float:
-        if task not in found:
-            found[task] = max((to(each) + UNITS[each.action.kind] for each in edges[task]), default=0.0)
-        return found[task]
-
-    for task in edges:
-        to(task)
-    return found
-
-
 @cache
-def described(micro_batches: int) -> Job:
+def described(micro_batches: int, stages: int = STAGES) -> Job:
     """A job that computes next to nothing: time is virtual."""
     data = [(torch.full((_WIDTH,), float(i % 7)), torch.zeros(_WIDTH)) for i in range(micro_batches)]
     return Job(
-        layers=[lambda: nn.Linear(_WIDTH, _WIDTH)] * STAGES,
+        layers=[lambda: nn.Linear(_WIDTH, _WIDTH)] * stages,
         loss=nn.functional.mse_loss,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
         data=data,
@@ -290,36 +171,59 @@ def described(micro_batches: int) -> Job:
     )
 
 
-def prepared(strategy: str, schedule: str, pipelines: int, each: int) -> tuple[Setup, Job]:
+def prepared(strategy: str, schedule: str, pipelines: int, each: int, stages: int = STAGES) -> tuple[Setup, Job]:
     """Planned with the costs that actions have here."""
-    job = described(pipelines * each)
-    setup = prepare(job, Request(pipelines=pipelines, stages=STAGES, schedule=schedule, strategy=strategy))
+    job = described(pipelines * each, stages)
+    setup = prepare(job, Request(pipelines=pipelines, stages=stages, schedule=schedule, strategy=strategy))
     return msgspec.structs.replace(setup, costs=(), eager=strategy == "shadow"), job
 
 
 def moments(setup: Setup) -> list[tuple[int, str]]:
     """Every action of the workers of the last pipeline, before and after the optimizer step."""
     rows = Plan.from_text(setup.plan).workers
-    found = [(node, str(a)) for node in range(len(rows) - STAGES, len(rows)) for a in rows[node]]
+    found = [(node, str(a)) for node in range(len(rows) - setup.stages, len(rows)) for a in rows[node]]
     return found + [(node, f"{at}+") for node, at in found if at.endswith("S")]
 
 
-def run(*, quick: bool = False, progress: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
-    """The table by strategy, schedule, pipelines and micro-batches; every loss beside its bound."""
-    rows, worst = [], []
-    for strategy in ("reroute", "shadow", "shadow-lazy"):
-        for schedule in ("1f1b",) if quick else ("1f1b", "zb"):
-            for pipelines in (2,) if quick else (1, 2, 3):
-                for each in (4,) if quick else (3, 6):
-                    if strategy == "reroute" and pipelines == 1:
-                        continue
-                    setup, job = prepared(strategy, schedule, pipelines, each)
-                    found = list(pauses(setup, job, moments(setup)))
-                    rows.append(_row(found))
-                    worst += found
-                    progress(line(rows[-1]))
+class Shape(NamedTuple):
+    """A row of the table."""
+
+    strategy: str
+    schedule: str
+    pipelines: int
+    micro_batches: int
+    stages: int
+
+
+def shapes(*, quick: bool = False, wide: bool = False) -> list[Shape]:
+    """The rows: pipelines of three stages; wide, also of two and four, and more pipelines and micro-batches."""
+    depths: Sequence[int] = (2, 3, 4) if wide else (STAGES,)
+    widths: Sequence[int] = (2,) if quick else (1, 2, 3, 4) if wide else (1, 2, 3)
+    each: Sequence[int] = (4,) if quick else range(2, 9) if wide else (3, 6)
+    kinds = product(("reroute", "shadow", "shadow-lazy"), ("1f1b",) if quick else ("1f1b", "zb"))
+    found = (Shape(*kind, *size) for kind, size in product(kinds, product(widths, each, depths)))
+    return [shape for shape in found if shape.pipelines > 1 or shape.strategy != "reroute"]
+
+
+def found_at(shape: Shape) -> list[Pause]:
+    """Every loss of a row."""
+    torch.set_num_threads(1)
+    setup, job = prepared(*shape)
+    return list(pauses(setup, job, moments(setup)))
+
+
+def run(rows: Sequence[Shape], *, workers: int = 1, progress: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+    """The table by strategy, schedule, pipelines, micro-batches and stages; the losses furthest from their bound."""
+    made, worst = [], []
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        for found in pool.imap(found_at, rows):
+            made.append(_row(found))
+            worst += found
+            progress(line(made[-1]))
     worst.sort(key=lambda one: -one.excess)
-    return {"rows": rows, "worst": [{**asdict(one), "excess": one.excess} for one in worst[:20]]}
+    within = sum(one.excess <= PROMISE for one in worst) / len(worst)
+    shown = [{**asdict(one), "excess": one.excess} for one in worst[:20]]
+    return {"rows": made, "losses": len(worst), "within": within, "excess_max": worst[0].excess, "worst": shown}
 
 
 def _row(found: Sequence[Pause]) -> dict[str, Any]:
@@ -327,6 +231,7 @@ def _row(found: Sequence[Pause]) -> dict[str, Any]:
     return {
         "strategy": first.strategy,
         "schedule": first.schedule,
+        "stages": first.stages,
         "pipelines": first.pipelines,
         "micro_batches": first.micro_batches,
         "moments": len(found),
@@ -335,13 +240,13 @@ def _row(found: Sequence[Pause]) -> dict[str, Any]:
         "bound_median": statistics.median(one.bound for one in found),
         "bound_max": max(one.bound for one in found),
         "excess_max": max(one.excess for one in found),
-        "within": sum(one.excess <= 0.1 + 1e-9 for one in found) / len(found),
+        "within": sum(one.excess <= PROMISE for one in found) / len(found),
     }
 
 
 def line(row: dict[str, Any]) -> str:
     return (
-        f"{row['strategy']:12}{row['schedule']:6}D={row['pipelines']} m={row['micro_batches']}  "
+        f"{row['strategy']:12}{row['schedule']:6}P={row['stages']} D={row['pipelines']} m={row['micro_batches']}  "
         f"{row['moments']:3} moments  pause {row['pause_median']:6.2f} (max {row['pause_max']:5.2f})  "
         f"bound {row['bound_median']:6.2f} (max {row['bound_max']:5.2f})  worst excess {row['excess_max']:6.3f}  "
         f"within 0.1: {row['within']:4.0%}"
@@ -350,16 +255,21 @@ def line(row: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.pause")
-    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="three rows")
+    parser.add_argument("--wide", action="store_true", help="two to four stages, up to four pipelines")
+    parser.add_argument("--workers", type=int, default=1, help="processes")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
-    torch.set_num_threads(1)
-    found = run(quick=given.quick, progress=lambda text: print(text, file=sys.stderr, flush=True))
+    rows = shapes(quick=given.quick, wide=given.wide)
+    found = run(rows, workers=given.workers, progress=lambda text: print(text, file=sys.stderr, flush=True))
     if given.json:
         print(json.dumps(found))
         return
+    print(f"{found['losses']} losses, {found['within']:.1%} within the bound + 0.1 step; the furthest from it:")
     for one in found["worst"]:
-        where = f"{one['strategy']:12}{one['schedule']:6}D={one['pipelines']} m={one['micro_batches']}"
+        where = (
+            f"{one['strategy']:12}{one['schedule']:6}P={one['stages']} D={one['pipelines']} m={one['micro_batches']}"
+        )
         figures = "  ".join(f"{name} {one[name]:6.3f}" for name in ("pause", "bound", "planned"))
         print(f"{where}  node {one['node']} at {one['at']:5} {figures}")
 

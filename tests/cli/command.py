@@ -36,6 +36,10 @@ def children(pid: int) -> list[int]:
         return []
 
 
+def _command(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text()
+
+
 def below(pid: int) -> list[int]:
     """All processes that came out of one."""
     return [found for child in children(pid) for found in (child, *below(child))]
@@ -69,7 +73,7 @@ class Training:
 
     def wait_for_steps(self) -> None:
         assert self.line("step ")
-        (self.nursery,) = children(self.process.pid)
+        (self.nursery,) = [pid for pid in children(self.process.pid) if "culm.providers.nursery" in _command(pid)]
         self.everyone = [self.process.pid, *below(self.process.pid)]
 
     @property

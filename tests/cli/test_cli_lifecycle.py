@@ -19,7 +19,7 @@ Start = Callable[..., Training]
 
 def test_an_interrupt_ends_everything(training: Start) -> None:
     run = training()
-    assert len(run.everyone) == 2 + 2 * 2
+    assert len(run.everyone) == 3 + 2 * 2  # launcher, nursery and etcd; agent and worker of each node
     code, said = run.end(run.process.pid, signal.SIGINT)
     assert code == 130
     assert "interrupted before the first checkpoint" in one_sentence(said)

@@ -114,3 +114,59 @@ def test_if_every_node_has_notice_the_run_ends_with_a_checkpoint_and_can_be_resu
         simulate(job(), faults=faults, out=str(tmp_path), cost=lambda *_: 0.01, latency=0.001, **SHAPE)
     resumed = simulate(job(), resume=str(tmp_path), **SHAPE)
     assert resumed.state_sha256 == simulate(job(), **SHAPE).state_sha256
+
+
+def test_a_newcomer_that_is_not_level_yet_may_go_again_and_the_next_one_comes() -> None:
+    faults = Faults().kill(1, step=1, nth=2).join(0, step=1, nth=3).warn(4, seconds=AMPLE_S, at="copy").join(2, step=4)
+    run = drained(faults)
+    assert [lost for lost, _, source in left(run) if source == "notice"] == [[4]]
+    assert sum(redone for _, redone, source in left(run) if source == "notice") == 0
+    assert ": members 0 5 2 3" in str(run.history)
+
+
+@pytest.mark.parametrize("moment", [{"at": "adopt"}, {"step": 0, "nth": 3}])
+def test_a_notice_while_the_first_step_is_prepared_or_run_costs_nothing(moment: dict[str, Any]) -> None:
+    run = drained(Faults().warn(1, seconds=AMPLE_S, **moment))
+    assert left(run) == [([1], 0, "notice")]
+    assert run.summary["preemptions"] == 1
+
+
+def test_the_run_may_end_during_a_drain() -> None:
+    run = drained(Faults().warn(2, seconds=AMPLE_S, step=STEPS - 1, nth=2))
+    assert left(run) == [([2], 0, "notice")]
+
+
+def test_a_node_that_dies_before_the_end_of_its_notice_is_a_loss_like_any_other() -> None:
+    faults = Faults().warn(3, seconds=AMPLE_S, step=3, nth=2).kill(3, at="adopt", nth=2)
+    assert [lost for lost, _, _ in left(drained(faults))] == [[3]]
+
+
+def test_a_notice_while_nobody_can_reach_the_store_is_heard_when_it_is_back() -> None:
+    faults = Faults().outage(1, seconds=1.0, step=3, nth=2).warn(1, seconds=AMPLE_S, step=3, nth=3)
+    assert left(drained(faults)) == [([1], 0, "notice")]
+
+
+def test_the_node_that_leads_may_go_with_half_a_step_of_notice() -> None:
+    run = drained(Faults().warn(0, seconds=BRIEF_S, step=3, nth=3))
+    assert left(run) == [([0], 0, "notice")]
+    assert "node 0 leads" in str(run.history)
+    assert run.summary["preemptions"] == 1
+
+
+def test_if_notices_come_to_all_one_after_the_other_the_run_ends_as_if_they_had_come_together(tmp_path: Path) -> None:
+    faults = Faults().warn((0, 1), seconds=AMPLE_S, step=3, nth=2).warn((2, 3), seconds=AMPLE_S, step=3, nth=5)
+    with pytest.raises(NodeLost, match="every node has notice: the run ended before step"):
+        simulate(job(), faults=faults, out=str(tmp_path), cost=lambda *_: 0.01, latency=0.001, **SHAPE)
+    resumed = simulate(job(), resume=str(tmp_path), **SHAPE)
+    assert resumed.state_sha256 == simulate(job(), **SHAPE).state_sha256
+
+
+def test_a_notice_for_all_before_the_first_step_ends_the_run_with_a_sentence(tmp_path: Path) -> None:
+    faults = Faults().warn((0, 1, 2, 3), seconds=AMPLE_S, after_s=0.0)
+    with pytest.raises(NodeLost, match="every node has notice: the run ended before step 0; nothing of it was saved"):
+        simulate(job(), faults=faults, out=str(tmp_path), latency=0.001, **SHAPE)
+
+
+def test_a_notice_for_all_in_the_last_steps_lets_the_run_be_completed() -> None:
+    run = drained(Faults().warn((0, 1, 2, 3), seconds=AMPLE_S, step=STEPS - 1, nth=1))
+    assert run.summary["steps"] == STEPS

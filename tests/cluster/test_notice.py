@@ -287,16 +287,47 @@ def test_azure_is_asked_for_the_name_of_the_machine_until_it_says_it_and_then_no
     assert sum("/compute/name" in asked for asked in fake.asked) == 2
 
 
+@pytest.fixture
+def sigterm() -> Iterator[None]:
+    """Whatever becomes of SIGTERM, it is as it was afterwards."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    signal.signal(signal.SIGTERM, before)
+
+
 @pytest.mark.real
-def test_sigterm_is_a_notice_and_the_handler_goes_with_it() -> None:
+@pytest.mark.usefixtures("sigterm")
+def test_sigterm_is_a_notice_and_is_not_heard_twice() -> None:
     async def main() -> Notice:
         waiting = asyncio.create_task(SignalNotice(grace_s=7.0).wait())
         await asyncio.sleep(0)
         os.kill(os.getpid(), signal.SIGTERM)
         return await waiting
 
-    before = signal.getsignal(signal.SIGTERM)
     assert asyncio.run(main()) == Notice(7.0, "SIGTERM was sent to the agent")
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.real
+@pytest.mark.usefixtures("sigterm")
+def test_a_sigterm_that_was_blocked_until_somebody_waits_is_not_missed() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    signal.raise_signal(signal.SIGTERM)  # to this thread: others of this process do not block it
+    assert asyncio.run(SignalNotice(grace_s=7.0).wait()).deadline_s == 7.0
+
+
+@pytest.mark.real
+def test_the_handler_goes_with_a_wait_that_is_called_off() -> None:
+    async def main() -> None:
+        waiting = asyncio.create_task(SignalNotice().wait())
+        await asyncio.sleep(0)
+        assert signal.getsignal(signal.SIGTERM) != before
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+
+    before = signal.getsignal(signal.SIGTERM)
+    asyncio.run(main())
     assert signal.getsignal(signal.SIGTERM) == before
 
 

@@ -412,8 +412,8 @@ def test_nodes_that_would_not_be_exact_together_are_refused(monkeypatch: pytest.
 
     init = Agent.__init__
 
-    def differing(self: Agent, described: Job, node: int, fingerprint: str, *rest: Any) -> None:
-        init(self, described, node, f"machine {node}", *rest)
+    def differing(self: Agent, described: Job, node: int, fingerprint: str, *rest: Any, **more: Any) -> None:
+        init(self, described, node, f"machine {node}", *rest, **more)
 
     monkeypatch.setattr(Agent, "__init__", differing)
     error = hurt(job(exact=True), stages=2)

@@ -170,9 +170,9 @@ def test_an_epoch_of_mini_batches_sees_every_training_vertex_once_in_as_many_ste
 
 @pytest.mark.parametrize("model", ["gcn", "gat"])
 def test_pyg_gives_the_same_over_edges_and_over_a_sparse_matrix(model: str) -> None:
-    case = Case(graph=TINY.graph, model=model, hidden=8, heads=2, epochs=3)
+    case = Case(graph=TINY.graph, model=model, hidden=8, heads=2, epochs=3, dropout=0.0)  # edges in another order
     curves = [gnn_peers.whole_graph(Request(system=name, case=case, cores=1)) for name in ("pyg-edges", "pyg-sparse")]
-    assert curves[0].val == pytest.approx(curves[1].val, abs=0.06)
+    assert curves[0].val == pytest.approx(curves[1].val, abs=0.03)
     assert len(curves[0].seconds) == 3
 
 

@@ -191,11 +191,13 @@ def test_what_waits_for_its_weights_is_not_overdue_and_begins_when_they_come() -
     made.done(last, 0.0)
     made.begin(then, "w1", 0.0)
     assert made.waits(then)
+    assert made.busy == 0
     assert made.overdue(99.0) == []
     made.version(0, 1, 100.0)
     assert made.waits(then)
     made.version(1, 1, 100.0)
     assert not made.waits(then)
+    assert made.busy == 1
     assert made.overdue(101.0) == []
     assert made.overdue(106.0) == [then]
 

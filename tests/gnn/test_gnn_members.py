@@ -62,7 +62,7 @@ class Pause:
 @pytest.mark.parametrize("seat", ["graph-1", "parameter-0"])
 def test_a_server_that_hangs_is_replaced_and_fenced_when_it_wakes_up(seat: str, calm: Result, tmp_path: Path) -> None:
     pause = Pause(tmp_path / "run", seat)
-    result = run(suspect_after=2.0, out=str(tmp_path / "run"), watcher=Watcher(epoch=pause.heard))
+    result = run(suspect_after=4.0, out=str(tmp_path / "run"), watcher=Watcher(epoch=pause.heard))
     assert pause.ended_by_itself
     assert [seat] in [recovery["lost"] for recovery in result.summary["recoveries"]]
     assert result.losses == calm.losses
@@ -76,7 +76,7 @@ def test_servers_meet_in_an_etcd_of_ones_own_and_leave_nothing_there(calm: Resul
     seen: list[str] = []
 
     async def look(access: Access) -> list[str]:
-        async with await EtcdStore.open(access, "witness") as store:
+        async with await EtcdStore.open(access, "witness", patience_s=PATIENCE_S) as store:
             return [key.decode() for key in await store._keys(b"culm/gnn-") if b"/key/" in key]
 
     with contextlib.closing(PrivateEtcd()) as private:

@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from random import Random
 
+from culm.plan.edges import Task
 from culm.plan.layout import Layout, World, arrange_around
 from culm.plan.lineage import Cell, Standing
-from culm.plan.place import Task
 from culm.plan.recover import Recovery, Scene, Wiring, made, needed, recover
 from culm.schedule import Action, Kind, Plan
 from culm.schedule.action import BACKWARD, RELEASE

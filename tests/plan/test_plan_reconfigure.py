@@ -116,7 +116,7 @@ def test_the_published_rule_of_bamboo(state: State, kind: str, why: str) -> None
 def test_an_unknown_policy_is_refused_with_the_nearest() -> None:
     with pytest.raises(PlanError, match="there is no policy 'bambo': did you mean 'bamboo'"):
         policy("bambo")
-    assert set(POLICIES) == {"cost", "bamboo"}
+    assert set(POLICIES) == {"cost", "bamboo", "never"}
 
 
 @settings(max_examples=80, deadline=None)

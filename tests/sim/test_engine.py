@@ -164,3 +164,23 @@ def test_intervals_are_those_of_student() -> None:
     assert Mean.of([1.0, 3.0]).low == pytest.approx(2 - 12.706)
     assert Mean.of([5.0]) == Mean(5.0, 5.0, 5.0)
     assert math.isinf(Mean.of([math.inf, 1.0]).value)
+
+
+ALONE = replace(WORK, pipelines=1, least_stages=4)
+
+
+def test_auto_keeps_shadows_where_nobody_has_peers_and_losses_are_frequent() -> None:
+    often = trace(*((0.1 + 0.15 * n, "remove" if n % 2 == 0 else "add", 1) for n in range(12)), nodes=4)
+    shadows, none = (
+        play(Scene.of(ALONE, replace(CHARGES, shadow=cost)), "auto", often, PRICE) for cost in (0.02, 100.0)
+    )
+    assert shadows.rollbacks == 0 < none.rollbacks
+    assert shadows.samples > none.samples
+
+
+def test_a_shadow_that_goes_with_its_successor_leaves_the_checkpoint() -> None:
+    scene = Scene.of(ALONE, replace(CHARGES, shadow=0.0))
+    apart, neighbours = (
+        play(scene, "auto", trace((1.0, "remove", 0), (1.0, "remove", other), nodes=4), PRICE) for other in (2, 1)
+    )
+    assert (apart.rollbacks, neighbours.rollbacks) == (0, 1)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from culm.plan import Slot
 from culm.schedule import Costs, generate, timing
 from culm.sim.costs import Charges
 from culm.sim.engine import Node
@@ -66,20 +67,29 @@ def test_more_nodes_are_never_slower() -> None:
     assert all(b <= a * 1.0001 for a, b in pairwise(found))
 
 
-def test_a_shadow_costs_something_and_an_eager_one_more() -> None:
-    lazy, eager = (steps().shadowed(3, eager=eager) for eager in (False, True))
-    assert steps().healthy(3) < lazy < eager
+def test_a_shadow_costs_something_and_redundancy_as_published_more() -> None:
+    assert steps().healthy(3) < steps().shadowed(3) < steps().redundant(3)
 
 
-def test_the_costs_of_redundancy_are_set_to_those_measured_for_bert() -> None:
+def test_the_cost_of_redundancy_is_set_to_that_measured_for_bert() -> None:
     bert = Workload(pipelines=4, stages=12, micro_batches=128, costs=Costs())
-    plain = steps(bert).one_f_one_b(4)
-    assert steps(bert).shadowed(4, eager=False, published=True) / plain - 1 == pytest.approx(0.07, abs=0.01)
-    assert steps(bert).shadowed(4, eager=True, published=True) / plain - 1 == pytest.approx(0.1977, abs=0.02)
+    assert steps(bert).redundant(4) / steps(bert).one_f_one_b(4) - 1 == pytest.approx(0.1977, abs=0.02)
 
 
-def test_a_worker_with_two_stages_slows_its_pipeline() -> None:
-    assert 1.3 < steps().doubled(3) < 2
+def test_a_worker_with_two_stages_slows_its_pipeline_as_its_plan_says() -> None:
+    assert steps().taken_over(3, []) == 1.0
+    once, twice = (steps().taken_over(3, [Slot(d, 1) for d in range(many)]) for many in (1, 2))
+    assert 1.3 < once < 2
+    assert twice == once, "pipelines are hurt side by side"
+    assert steps().taken_over(3, [Slot(0, 1), Slot(0, 3)]) >= once
+    assert math.isinf(steps().taken_over(3, [Slot(0, 1), Slot(0, 2)])), "neighbours leave a stage without a holder"
+
+
+def test_a_schedule_is_run_as_it_is_and_plans_are_run_with_what_actions_take() -> None:
+    fixed = replace(UNIT, schedule="1f1b")
+    assert steps(fixed).healthy(3) == steps(UNIT).one_f_one_b(3)
+    slow = replace(fixed, expected=UNIT.costs, costs=Costs(forward=2.0, input=2.0, weight=2.0))
+    assert steps(slow).rerouted(3, (0, 1, 0, 0)) == pytest.approx(2 * steps(fixed).rerouted(3, (0, 1, 0, 0)))
 
 
 def test_large_cases_are_taken_at_their_bound() -> None:

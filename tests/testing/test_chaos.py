@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from culm.cli import main
+from culm.cluster.blows import Warn
 from culm.cluster.setup import STRATEGIES
 from culm.errors import UsageError
 from culm.testing import Trained, chaos
@@ -38,6 +39,15 @@ def test_seeds_are_drawn_from_all_there_is() -> None:
     assert {name for scenario in drawn for name in scenario.features} == set(FEATURES)
     assert {scenario.exact for scenario in drawn} == {True, False}
     assert len({str(scenario.faults) for scenario in drawn}) > 250
+    faults = [fault for scenario in drawn for fault in scenario.faults.all]
+    assert {fault.word for fault in faults} >= {"kill", "pause", "partition", "warn", "join", "outage", "lose"}
+    notices = [fault for fault in faults if isinstance(fault, Warn)]
+    assert {fault.seconds == 0 for fault in notices} == {len(fault.nodes) == 1 for fault in notices} == {True, False}
+
+
+def test_whoever_leads_is_hurt_often_enough_for_leaders_to_change() -> None:
+    counts = covered([face(draw(seed)) for seed in range(12)])
+    assert {"1", "2"} <= counts["leaders"].keys()
 
 
 def test_strategies_can_be_chosen_among_those_there_are() -> None:

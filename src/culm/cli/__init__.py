@@ -1,6 +1,7 @@
 """`culm`: one file a verb.
 
-    run       train a job on local nodes
+    run       train a job on local nodes, or lead one that other machines join
+    agent     join a run from another machine
     profile   what each layer costs
     plan      a step in which slots have failed
     schedule  a schedule as a picture
@@ -14,6 +15,7 @@
     launch    a run from outside: nursery, signals, and what user code prints
     display   progress on a terminal, in a log, or not at all
     tables    what a run was set up as, and its ledger
+    cluster   options of a job that several machines share
     values    options that are more than a number
     failing   errors as one sentence and an exit code
 
@@ -29,7 +31,7 @@ from typing import Annotated, cast
 import typer
 
 import culm
-from culm.cli import bench, chaos, export, gnn, plan, profile, run, schedule, simulate, trace
+from culm.cli import agent, bench, chaos, export, gnn, plan, profile, run, schedule, simulate, trace
 from culm.cli.failing import say
 
 app = typer.Typer(
@@ -39,6 +41,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("run")(run.run)
+app.command("agent")(agent.agent)
 app.command("profile")(profile.profile)
 app.command("plan")(plan.plan)
 app.command("schedule")(schedule.schedule)

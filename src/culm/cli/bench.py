@@ -19,7 +19,9 @@ from culm.errors import UsageError
 
 
 def bench(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="pipeline, planner, gnn, simulator, resilience.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="pipeline, planner, gnn, simulator, resilience, dropping.")
+    ],
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds: a first impression.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print the figures as JSON, all else on stderr.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False,
@@ -94,6 +96,7 @@ BENCHES: dict[str, Callable[[bool], tuple[Any, Any]]] = {
     "resilience": _resilience,
     "planner": _module("planner"),
     "simulator": _module("simulator"),
+    "dropping": _module("dropping"),
     "gnn": _module("gnn"),
 }
 """By name: what runs it, quickly or not, and gives the figures and a table of them."""

@@ -15,7 +15,7 @@ from culm.cluster.blows import Kill
 from culm.errors import RunError
 from culm.observe.folder import RunFolder, saved
 from culm.plan.partition import count
-from culm.providers.local import LocalNursery, LocalRun, local_run
+from culm.providers.local import LocalNursery, LocalRun, Shared, local_run
 from culm.providers.run import Came, Lost, News
 from culm.providers.trace import beside_ideal, replay
 from culm.runtime.clock import RealClock
@@ -49,6 +49,7 @@ def launch(
     prepared: Callable[[Setup], None],
     ports: tuple[int, int] | None = None,
     market: Market | None = None,
+    shared: Shared | None = None,
     prints_to: int = 1,
     nursery: LocalNursery | None = None,
 ) -> dict[str, Any]:
@@ -66,7 +67,7 @@ def launch(
             stdout, stderr = (prints_to, 2) if prints is None else (prints.entrance, prints.entrance)
             own = LocalNursery(stdout=stdout, stderr=stderr) if nursery is None else contextlib.nullcontext(nursery)
             with own as used:
-                return await _run(used, source, request, display, prepared, ports, market)
+                return await _run(used, source, request, display, prepared, ports, market, shared)
 
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # until the loop can hear them
         return asyncio.run(_interruptible(main(), prints, request.out))
@@ -80,8 +81,10 @@ async def _run(
     prepared: Callable[[Setup], None],
     ports: tuple[int, int] | None,
     market: Market | None,
+    shared: Shared | None,
 ) -> dict[str, Any]:
-    async with local_run(nursery, source, request, told=display.told, prepared=prepared, ports=ports) as run:
+    running = local_run(nursery, source, request, told=display.told, prepared=prepared, ports=ports, shared=shared)
+    async with running as run:
         watching = [asyncio.create_task(watch(run, display)) for watch in (_watch_nodes, _watch_losses)]
         rental = None if market is None else market(run.setup)
         if rental is not None:
@@ -96,6 +99,8 @@ async def _run(
         finally:
             for task in watching:
                 task.cancel()
+            for news in run.rest():
+                display.news(told_of(news))
     if result.summary is None:
         raise result.failure()
     if rental is not None:
@@ -108,7 +113,8 @@ async def _run(
 
 async def _watch_nodes(run: LocalRun, display: Display) -> None:
     """Show how many nodes are up: those whose worker is."""
-    display.told(f"starting {run.setup.nodes} nodes", 0, 0)
+    verb = "starting" if run.alone else "waiting for"
+    display.told(f"{verb} {run.setup.nodes} nodes", 0, 0)
     up: set[int] = set()
     while len(up) < run.setup.nodes:
         up.add(await run.node_up())

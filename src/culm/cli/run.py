@@ -9,6 +9,7 @@ from typing import Annotated, cast
 import typer
 
 from culm.cli import values
+from culm.cli.cluster import access_of, job_name, secret_of
 from culm.cli.display import Display, console_on, display_on
 from culm.cli.failing import failing
 from culm.cli.launch import Market, launch
@@ -19,6 +20,8 @@ from culm.job import locate, parse
 from culm.market import read_trace
 from culm.market.trace import HOUR
 from culm.observe.folder import claim, plain, vacant
+from culm.providers.address import own_address
+from culm.providers.local import Shared
 from culm.providers.nursery import JobSource
 from culm.providers.rental import Rental, rent
 from culm.schedule import SCHEDULES
@@ -34,6 +37,9 @@ def run(
     nodes: Annotated[Number, typer.Option(help="Choose D x P for so many nodes instead.")] = None,
     schedule: Annotated[str, typer.Option(help=f"One of {', '.join(SCHEDULES)}.")] = "1f1b",
     strategy: Annotated[str, typer.Option(help=f"What a preemption costs: {', '.join(STRATEGIES)}.")] = "auto",
+    reconfigure: Annotated[
+        str, typer.Option(help="When other pipelines are made of the nodes that are there: cost, bamboo or never.")
+    ] = "cost",
     exact: Annotated[bool, typer.Option("--exact", help="Bit for bit the same for any number of pipelines.")] = False,
     steps: Annotated[Number, typer.Option(help="Replaces Job.steps.")] = None,
     seed: Annotated[Number, typer.Option(help="Replaces Job.seed.")] = None,
@@ -57,6 +63,16 @@ def run(
     trace: Annotated[Words, typer.Option(metavar="FILE", help="Nodes come and go as in this trace.")] = None,
     speedup: Annotated[float, typer.Option(help="How much faster than it happened.")] = 1.0,
     notice: Annotated[float, typer.Option(help="Seconds of notice before the trace takes a node; 0: none.")] = 0.0,
+    etcd: Annotated[Words, typer.Option(metavar="URL[,URL...]", help="Other machines join by culm agent.")] = None,
+    job: Annotated[Words, typer.Option(help="Its name in etcd; default: that of the file.")] = None,
+    local: Annotated[Number, typer.Option(help="With --etcd: nodes of this machine; default none.")] = None,
+    address: Annotated[Words, typer.Option(metavar="IP|interface", help="Where others reach them.")] = None,
+    etcd_user: Annotated[Words, typer.Option(help="User of etcd; the password is CULM_ETCD_PASSWORD.")] = None,
+    etcd_ca: Annotated[Words, typer.Option(metavar="FILE", help="Certificates of who signs for etcd.")] = None,
+    etcd_cert: Annotated[Words, typer.Option(metavar="FILE", help="Client certificate.")] = None,
+    etcd_key: Annotated[Words, typer.Option(metavar="FILE", help="Its key.")] = None,
+    secret_file: Annotated[Words, typer.Option(metavar="FILE", help="The job's secret; default: CULM_SECRET.")] = None,
+    suspect_after: Annotated[float, typer.Option(help="Seconds after which a silent machine is lost.")] = 5.0,
     ports: Annotated[Words, typer.Option(metavar="A-B", help="Ports that nodes may listen on.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Replaces Job.FIELD.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show nothing but errors and what the job prints.")] = False,
@@ -74,6 +90,7 @@ def run(
             nodes=nodes,
             schedule=schedule,
             strategy=strategy,
+            reconfigure=reconfigure,
             out=out or resume,
             resume=resume,
             checkpoint_every=checkpoint_every,
@@ -84,12 +101,20 @@ def run(
             memory=values.size(memory),
             profile=profile,
             kills=tuple(kill or ()),
+            suspect_after=suspect_after,
         )
         market = _market(trace, speedup, notice)
+        shared = None
+        if etcd is not None:
+            access = access_of(etcd, etcd_user, etcd_ca, etcd_cert, etcd_key)
+            host, name = own_address(address, access), job_name(job, file)
+            shared = Shared(access=access, job=name, secret=secret_of(secret_file), local=local or 0, host=host)
+        else:
+            _only_with_etcd(job=job, local=local, address=address, etcd_user=etcd_user, secret_file=secret_file)
         source = JobSource(reference=file, overrides=overrides, path=tuple(sys.path))
         console = console_on(stderr=json_)
         shown = display_on(console, quiet=quiet)
-        summary = _run(source, request, shown, values.ports(ports), market, prints_to=2 if json_ else 1)
+        summary = _run(source, request, shown, values.ports(ports), market, shared, prints_to=2 if json_ else 1)
         if not quiet:
             console.print(ledger_table(summary, request.out))
         if json_:
@@ -102,6 +127,7 @@ def _run(
     shown: Display,
     ports: tuple[int, int] | None,
     market: Market | None,
+    shared: Shared | None,
     *,
     prints_to: int,
 ) -> dict[str, object]:
@@ -111,14 +137,33 @@ def _run(
 
     def prepared(setup: Setup) -> None:
         """All that can be refused has been looked at: now the folder may be made."""
-        values.check_ports(ports, setup.nodes)
+        if shared is None:
+            values.check_ports(ports, setup.nodes)
+        else:
+            _check_shared(shared, setup)
+            values.check_ports(ports, shared.local, shared.host)
         if market is not None:
             shown.told(_beginning(market(setup)), 0, 0)
         if fresh is not None:
             claim(fresh)
         shown.prepared(setup)
 
-    return launch(source, request, shown, prepared=prepared, ports=ports, market=market, prints_to=prints_to)
+    return launch(
+        source, request, shown, prepared=prepared, ports=ports, market=market, shared=shared, prints_to=prints_to
+    )
+
+
+def _only_with_etcd(**options: object) -> None:
+    for name, value in options.items():
+        if value is not None:
+            raise UsageError(f"--{name.replace('_', '-')} is for a run that other machines join: add --etcd URL")
+
+
+def _check_shared(shared: Shared, setup: Setup) -> None:
+    if not 0 <= shared.local <= setup.nodes:
+        raise UsageError(f"--local {shared.local} does not fit {setup.nodes} nodes: use 0 to {setup.nodes}")
+    if setup.kills and shared.local < setup.nodes:
+        raise UsageError("--kill strikes nodes of this machine: leave it away, or let all of them be --local")
 
 
 def _market(trace: str | None, speedup: float, notice_s: float) -> Market | None:

@@ -9,6 +9,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from culm.cluster.timeouts import derive, table
 from culm.schedule import Plan, grid, timing
 
 if TYPE_CHECKING:
@@ -26,8 +27,16 @@ def setup_table(setup: Setup) -> Table:
         "strategy": setup.strategy,
         "steps": f"{setup.steps}{first}",
         "why": setup.why,
+        **({"timeouts": timeouts(setup)} if setup.survives else {}),
     }
     return facts(rows if setup.out is None else {**rows, "folder": setup.out})
+
+
+def timeouts(setup: Setup) -> str:
+    """The one setting, and what follows from it."""
+    slowest = max((part for costs in setup.costs for part in costs), default=0.0)
+    (name, seconds, _), *derived = table(derive(setup.suspect_after, slowest_action=slowest))
+    return f"{name} {seconds:g} s: " + ", ".join(f"{name} {seconds:.3g}" for name, seconds, _ in derived)
 
 
 def stages(setup: Setup) -> str:

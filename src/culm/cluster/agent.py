@@ -11,11 +11,13 @@ from culm.cluster.leader import Leader
 from culm.cluster.notice import NoNotice
 from culm.cluster.setup import NodeRecord, Result, Setup, decode_setup, encode
 from culm.cluster.store import RemoteStore, Store
+from culm.cluster.vigil import Vigil
 from culm.errors import NodeLost, RunError
 from culm.runtime import epoch as letters
 
 if TYPE_CHECKING:
     from culm.cluster.notice import NoticeSource
+    from culm.cluster.probe import Prober
     from culm.job import Job
     from culm.runtime.clock import Clock
     from culm.transport.base import Address, Transport
@@ -39,7 +41,12 @@ class Agent:
         store: Store,
         start_worker: StartWorker,
         notices: NoticeSource | None = None,
+        *,
+        prober: Prober | None = None,
+        zone: str = "",
     ) -> None:
+        """`prober` looks after connections that break, where the store does not know of them by itself."""
+        self.zone, self._prober = zone, prober
         self.job, self.node, self.fingerprint = job, node, fingerprint
         self.transport, self.clock, self.store = transport, clock, store
         self._start_worker = start_worker
@@ -47,29 +54,58 @@ class Agent:
         self._leaves_in: float | None = None
         self._relieved = asyncio.Event()
         """Set when this node has notice and nothing more to give."""
+        self._life = 0
+        """How often the worker was started anew."""
+        self._renewal = asyncio.Event()
         self._worker_address: asyncio.Future[Address] = asyncio.get_running_loop().create_future()
         self._leader: Leader | None = None
+        self._vigil: Vigil | None = None
+        """Kept while this node leads."""
 
     async def run(self) -> bool:
-        """Until the run has a result (True), or until the worker died or the others took this node for dead (False:
-        its machine may come back as a new node). Nothing of it is left then.
+        """Until the run has a result or, after a notice, needs nothing from here (True), or until the worker died or
+        the others took this node for dead (False: its machine may come back as a new node). Nothing of it is left then.
 
         The node's session in the store should end right after: that is how the others hear of a node that is gone.
         """
         reading = asyncio.create_task(self._read_letters())
-        worker = asyncio.ensure_future(self._start_worker(self.transport.address))
+        worker = asyncio.ensure_future(self._keep_worker())
         following = asyncio.create_task(self._follow())
         leaving = asyncio.create_task(self._leave())
         try:
             await asyncio.wait([reading, worker, following, leaving], return_when=asyncio.FIRST_COMPLETED)
-            if following.done() and following.exception() is None:
+            if _went_well(following):
                 await asyncio.wait([worker], timeout=_PATIENCE_S)  # it was told to stop, and may have to tidy up
             elif worker.done() and self._leader is not None and self._leader.tenure.setup.strategy == "none":
                 self._leader.inbox.put_nowait(self._leader.tenure.lost(self.node))
                 await asyncio.wait([following], timeout=_PATIENCE_S)
-            return following.done() and following.exception() is None
+            return _went_well(following) or _went_well(leaving)
         finally:
             await _ended(reading, worker, following, leaving)
+            if self._prober is not None:
+                await self._prober.close()
+
+    async def _keep_worker(self) -> None:
+        """The worker and, as often as the leader says so, another in its place. Ends when one ends by itself."""
+        while True:
+            working = asyncio.ensure_future(self._start_worker(self.transport.address))
+            tending = asyncio.ensure_future(self._tend())
+            try:
+                await asyncio.wait([working, tending], return_when=asyncio.FIRST_COMPLETED)
+                if not tending.done():
+                    return working.result()
+                tending.result()
+            finally:
+                await _ended(working, tending)
+            self._life += 1
+            self._worker_address = asyncio.get_running_loop().create_future()
+
+    async def _tend(self) -> None:
+        """Say so when a worker that was started anew is up. Ends when another is to be started."""
+        if self._life:
+            await self._join(await self._worker_address)
+        await self._renewal.wait()
+        self._renewal.clear()
 
     async def _follow(self) -> None:
         """Join, lead if nobody does, and pass on what the store says until there is a result."""
@@ -78,15 +114,18 @@ class Agent:
         leading = asyncio.create_task(self._campaign(setup))
         serving = asyncio.create_task(self._serve_worker())
         ending = asyncio.create_task(self._await_result())
+        knowing = [asyncio.create_task(self._know_leader(self._prober, setup))] if self._prober is not None else []
         try:
-            await asyncio.wait([leading, ending], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([leading, ending, *knowing], return_when=asyncio.FIRST_COMPLETED)
+            for task in (task for task in knowing if task.done()):
+                task.result()  # it ends only with the store
             if leading.done():
                 leading.result()  # a leader that failed takes its node along, and so is missed
             await ending
             if self._worker_address.done():
                 self.transport.post(self._worker_address.result(), letters.encode(letters.Stop()))
         finally:
-            await _ended(leading, serving, ending)
+            await _ended(leading, serving, ending, *knowing)
 
     async def _leave(self) -> None:
         """A notice: say so, and go when everything that is needed from here is with the others."""
@@ -96,7 +135,8 @@ class Agent:
         await self._relieved.wait()
 
     async def _join(self, worker: Address = "") -> None:
-        record = NodeRecord(self.node, self.transport.address, worker, self.fingerprint, self._leaves_in)
+        seen = (self.fingerprint, self._leaves_in, self._life, self.zone)
+        record = NodeRecord(self.node, self.transport.address, worker, *seen)
         await self.store.put(f"nodes/{self.node}", encode(record), session=True)
 
     async def _campaign(self, setup: Setup) -> None:
@@ -119,16 +159,42 @@ class Agent:
         self._leader = Leader(self.job, setup, self.node, *seams, heir=heir, relieved=self._relieved)
         await self._leader.run()
 
+    async def _know_leader(self, prober: Prober, setup: Setup) -> None:
+        """Be connected to the agent that leads, from both sides: when either ends, the other one hears of it."""
+        async for _, value in self.store.watch("leader"):
+            if value == str(self.node).encode():
+                break
+            key = f"nodes/{(value or b'').decode()}"
+            record = await self.store.get(key) if value is not None else None
+            if record is not None:
+                here = letters.encode(letters.Beat(self.node, 0, 0, 0.0))
+                self.transport.post(prober.know(key, record), here)
+        self._vigil = Vigil(setup.suspect_after, max((part for costs in setup.costs for part in costs), default=0.0))
+        keeping = asyncio.create_task(self._keep_vigil(self._vigil, prober))
+        try:
+            async for key, record in self.store.watch("nodes/"):
+                if record is not None:
+                    prober.know(key, record)
+        finally:
+            await _ended(keeping)
+
+    async def _keep_vigil(self, vigil: Vigil, prober: Prober) -> None:
+        """Whose worker hangs goes, and may come back as a new node."""
+        while True:
+            await self.clock.sleep(vigil.times.beat)
+            for node in vigil.silent(self.clock.now()):
+                await prober.evict(f"nodes/{node}")
+
     async def _elected(self) -> bool:
         return await self.store.swap("leader", None, str(self.node).encode(), session=True)
 
     async def _serve_worker(self) -> None:
-        """When it is up: say so, and pass every epoch on to it."""
-        worker = await self._worker_address
-        await self._join(worker)
+        """When it is up: say so, and pass every epoch on to it, or to the one in its place. An epoch that is there
+        before a new worker is was meant for the one before."""
+        await self._join(await self._worker_address)
         async for _, value in self.store.watch("epoch"):
-            if value is not None:
-                self.transport.post(worker, value)
+            if value is not None and self._worker_address.done():
+                self.transport.post(self._worker_address.result(), value)
 
     async def _await_result(self) -> None:
         async with aclosing(self.store.watch("result")) as results:
@@ -145,6 +211,8 @@ class Agent:
                     return  # the launcher is gone, and with it the run
             elif body is not None:
                 self._heed(letters.decode(body))
+            elif self._prober is not None:
+                self._prober.broke(sender)
 
     def _heed(self, message: letters.Message) -> None:
         if isinstance(message, letters.Hello):
@@ -152,8 +220,17 @@ class Agent:
                 self._worker_address.set_result(message.address)
         elif isinstance(message, letters.Stop):
             self._relieved.set()
+        elif isinstance(message, letters.Renew):
+            if message.life == self._life:
+                self._renewal.set()
         elif self._leader is not None:
+            if self._vigil is not None:
+                self._vigil.heard(message, self.clock.now())
             self._leader.inbox.put_nowait(message)
+
+
+def _went_well(task: asyncio.Task[None]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None
 
 
 async def _ended(*tasks: asyncio.Future[None]) -> None:

@@ -60,6 +60,7 @@ class Leader:
         """Until the result is in the store, whatever it is; one that is there already stays."""
         tenure = self.tenure
         tenure.aside(self._watch("nodes/"))
+        tenure.aside(self._watch("wish/"))
         if tenure.setup.gate == "outside":
             tenure.aside(self._watch("gate/"))
         if tenure.setup.survives:
@@ -128,7 +129,7 @@ class Leader:
         started = tenure.began if tenure.first_step_at is None else tenure.first_step_at
         ended = tenure.clock.now() if ledger.last is None else ledger.last.at
         summary = {
-            **summarise(tenure.job, setup, ledger, finals),
+            **summarise(tenure.job, tenure.asked, ledger, finals),
             **speed(ledger.samples, tenure.began, started, ended),
             "checkpoints": tenure.saves.complete,
             "preemptions": len(tenure.roll.gone),
@@ -206,7 +207,11 @@ class Leader:
     async def _news(self, key: str, value: bytes | None) -> None:
         """A key of the store has changed."""
         name = key.rpartition("/")[2]
-        if key == "gate/finish":
+        if key == "wish/layout":
+            if value is not None:  # whoever leads next shall not hear of it again
+                self.turnover.growth.wish(value.decode(errors="replace"))
+                await self.tenure.store.delete(key)
+        elif key == "gate/finish":
             self.tenure.end_before(int(value or b"0"))
         elif key == "gate/permit":
             self.tenure.permit(int(value or b"0"))
@@ -260,6 +265,8 @@ class Leader:
             tenure.toll.committed()
         self.turnover.recovered(step)
         await tenure.write_record()
+        if self.turnover.calm and tenure.finish is None:
+            await self.turnover.growth.consider(step)
         await tenure.clock.work(tenure.node, step, "commit")
         tenure.tell(letters.Commit(step))
 

@@ -299,3 +299,13 @@ async def first(*sources: NoticeSource) -> Notice:
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
+
+
+class AnyNotice:
+    """Whoever of several sources is the first to know."""
+
+    def __init__(self, *sources: NoticeSource) -> None:
+        self._sources = sources
+
+    async def wait(self) -> Notice:
+        return await first(*self._sources)

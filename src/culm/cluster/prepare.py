@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 from culm.checkpoint import Catalog, Manifest, Storage
 from culm.cluster.blows import Kill
 from culm.cluster.setup import Request, Setup
-from culm.cluster.strategy import Terms, segment_costs, settle
+from culm.cluster.strategy import Terms, settle
 from culm.errors import CheckpointError, PlanError, UsageError
 from culm.plan.choose import choose
 from culm.plan.partition import count, partition, spans
 from culm.plan.profile import Profile
+from culm.plan.relayout import activations, segment_costs
 from culm.runtime.blueprint import Blueprint, probe
 from culm.runtime.data import evaluation_batches
 from culm.runtime.fingerprint import fingerprint
@@ -41,7 +42,7 @@ def prepare(job: Job, request: Request, *, progress: Told = lambda *_: None) -> 
     facts = _facts(job)
     if manifest is not None:
         _check_facts(manifest, facts)
-    settled = settle(request, Terms(plan, profile, cuts, _joint(job)))
+    settled = settle(request, Terms(plan, profile, cuts, _joint(job), job.steps))
     why += f"; {settled.why}"
     why += "".join(f"; checkpoint {step} was passed over: {reason}" for step, reason in rejected)
     return Setup(
@@ -69,8 +70,11 @@ def prepare(job: Job, request: Request, *, progress: Told = lambda *_: None) -> 
         replace_within=request.suspect_after if request.replace_within is None else request.replace_within,
         eager=settled.eager,
         joint=_joint(job),
-        costs=segment_costs(profile, cuts),
-        activations=_activations(request.memory, profile, cuts, plan) if settled.strategy != "none" else None,
+        costs=segment_costs(profile.layers, cuts),
+        activations=activations(request.memory, profile.layers, cuts, plan) if settled.strategy != "none" else None,
+        layers=profile.layers,
+        memory=request.memory,
+        reconfigure=request.reconfigure,
         kills=_kills(job, request, plan, manifest.step if manifest is not None else 0),
         why=why,
     )
@@ -79,22 +83,6 @@ def prepare(job: Job, request: Request, *, progress: Told = lambda *_: None) -> 
 def _kills(job: Job, request: Request, plan: Plan, start: int) -> tuple[str, ...]:
     kills = [Kill.parse(kill) for kill in request.kills]
     return tuple(kill.settled(plan, steps=job.steps, start=start, seed=job.seed).text for kill in kills)
-
-
-def _activations(memory: int | None, profile: Profile, cuts: tuple[int, ...], plan: Plan) -> int | None:
-    """How many activations the fullest stage has room for beside what a recovery needs: the weights of the step before,
-    the complete sums, and what crosses the boundaries of a stage in two open steps."""
-    if memory is None:
-        return None
-    found = []
-    for span in spans(cuts, len(profile.layers)):
-        layers = profile.layers[span.start : span.stop]
-        before = profile.layers[span.start - 1].output_bytes if span.start else 0
-        crossing = 2 * len(plan.micros_of(0)) * (layers[-1].output_bytes + before)
-        state = sum(layer.resident_bytes + 2 * layer.parameter_bytes for layer in layers)
-        room = memory - state - crossing
-        found.append(max(1, room // max(1, sum(layer.activation_bytes for layer in layers))))
-    return min(found)
 
 
 def _joint(job: Job) -> bool:

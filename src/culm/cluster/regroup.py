@@ -20,6 +20,8 @@ from culm.schedule import UNIT, Costs, Kind, Plan
 from culm.schedule.timing import timing
 
 NOBODY: Mapping[int, Member] = {}
+NOWHERE: Mapping[int, str] = {}
+"""Nodes that do not say what zone they are in."""
 _HOW = {
     "peers": "peers run its micro-batches",
     "shadow": "who kept a copy of its layers stands in",
@@ -89,7 +91,7 @@ def restart(
     checkpoint, or as the run began. A stage that has lost all its own goes to whoever has least."""
     full = Plan.from_text(setup.plan)
     left = {*left, *arrivals}
-    held = {slot: {slot % full.stages} for slot in left}
+    held = {slot: set(full.stages_of(slot)) for slot in left}
     for shadow in first_shadows(setup):
         if shadow.slot in held:
             held[shadow.slot].add(shadow.stage)
@@ -112,7 +114,7 @@ def restart(
         leader=leader,
         members=members,
         plan=layout.plan.to_text(),
-        evaluation=_evaluation(setup, layout),
+        evaluation=evaluation_around(setup.evaluation, layout),
         start=step,
         committed=step,
         reset=True,
@@ -122,6 +124,8 @@ def restart(
         dropped=layout.dropped,
         leaving=(),
         recovery=Recovery(),
+        moves=(),
+        until=None,
     )
     whence = "as it began" if saved is None else f"from the checkpoint after step {step}"
     return Regrouped(epoch, layout, f"layers have no holder left: everyone goes on {whence}", "checkpoint")
@@ -139,6 +143,7 @@ def regroup(
     moving: Collection[int] = (),
     arrivals: Mapping[int, Member] = NOBODY,
     leaving: Collection[int] = (),
+    zones: Mapping[int, str] = NOWHERE,
     patience: float = math.inf,
 ) -> Regrouped:
     """The epoch in which the survivors, by slot, complete the open steps and then go on. Every stage has a holder.
@@ -149,7 +154,8 @@ def regroup(
     stays on only where others would lack a stage.
     """
     standings = {**standings, **{slot: Standing() for slot in arrivals}}
-    world = world_of(setup, standings, committed, old, plans)
+    members = _members(old, standings, arrivals)
+    world = replace(world_of(setup, standings, committed, old, plans), zones=_by_slot(members, zones))
     going = _dispensable(_left(world, moving), leaving)
     world = _without(world, going, leaving)
     now = arrange_around(world)
@@ -172,14 +178,13 @@ def regroup(
     )
     kept = {slot: _pruned(slot, standing, (now, layout)) for slot, standing in standings.items()}
     recovery = recover(scene, kept)
-    members = _members(old, standings, arrivals)
     epoch = msgspec.structs.replace(
         old,
         number=number,
         leader=leader,
         members=members,
         plan=layout.plan.to_text(),
-        evaluation=_evaluation(setup, layout),
+        evaluation=evaluation_around(setup.evaluation, layout),
         start=committed + len(recovery.steps),
         committed=committed,
         reset=False,
@@ -189,6 +194,8 @@ def regroup(
         dropped=layout.dropped,
         leaving=tuple(going),
         recovery=recovery,
+        moves=(),
+        until=None,
     )
     return Regrouped(epoch, layout, _why(old, members, layout, going), layout.source)
 
@@ -205,16 +212,34 @@ def left_out(
 
 
 def seats(
-    setup: Setup, old: Epoch, standings: Mapping[int, Standing], committed: int, waiting: Sequence[Member]
+    setup: Setup,
+    old: Epoch,
+    standings: Mapping[int, Standing],
+    committed: int,
+    waiting: Sequence[Member],
+    zones: Mapping[int, str] = NOWHERE,
 ) -> dict[int, Member]:
     """By slot: who of those that wait comes in. First where nobody runs the stage of the slot in its place, and of
-    those where the stage has the fewest holders. More nodes than slots: the rest goes on waiting."""
+    those where the stage has the fewest holders; whose zone has the fewest holders of it, takes it. More nodes than
+    slots: the rest goes on waiting."""
     world = world_of(setup, standings, committed, old, None)
     wanted = vacant(world)
     holders = Counter(stage for held in world.held.values() for stage in held)
-    empty = [slot for slot in range(len(old.members)) if slot not in standings]
+    empty = [slot for slot in sorted(set(world.posts)) if slot not in standings]
     empty.sort(key=lambda slot: (slot not in wanted, holders[slot % setup.stages], slot))
-    return dict(zip(empty, waiting, strict=False))
+    where = _by_slot(old.members, zones)
+    left, found = list(waiting), {}
+    for slot in empty[: len(left)]:
+        beside = [other for other, held in world.held.items() if slot % setup.stages in held]
+        near = Counter(where.get(other, "") for other in beside)
+        found[slot] = min(left, key=lambda member: near[zones.get(member.node, "")])
+        left.remove(found[slot])
+    return found
+
+
+def _by_slot(members: Sequence[Member | None], zones: Mapping[int, str]) -> dict[int, str]:
+    """By slot: the zone of its node, where it has one."""
+    return {slot: zones[m.node] for slot, m in enumerate(members) if m is not None and zones.get(m.node)}
 
 
 def protected(epoch: Epoch) -> bool:
@@ -300,13 +325,11 @@ def _costs(setup: Setup) -> Costs:
     return Costs(forward=forward, input=inputs, weight=weight)
 
 
-def _evaluation(setup: Setup, layout: Layout) -> str | None:
+def evaluation_around(evaluation: str | None, layout: Layout) -> str | None:
     """The F-only plan of an evaluation around the holes."""
-    if setup.evaluation is None:
-        return None
-    full = Plan.from_text(setup.evaluation)
-    if not layout.plan.failed and not layout.plan.held:
-        return setup.evaluation
+    if evaluation is None or not (layout.plan.failed or layout.plan.held):
+        return evaluation
+    full = Plan.from_text(evaluation)
     floor = Floor(
         stages=full.stages, segments=full.segments, workers=len(layout.plan.workers), runners=layout.runners, ahead=None
     )

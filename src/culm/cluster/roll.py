@@ -18,6 +18,8 @@ class Roll:
         """Nodes that were lost, or have gone after a notice."""
         self.leaving: dict[int, float] = {}
         """Members that have notice and are still there: when each may vanish."""
+        self.posts: set[int] = set()
+        """The slots that a worker is wanted for; pipelines of fewer workers than stages have others, too."""
         self.crew: set[int] = set()
         """The nodes that every step waits for: all members but newcomers that are not level yet."""
         self.savers: set[int] = set()
@@ -31,9 +33,11 @@ class Roll:
     def all_ready(self) -> bool:
         return self.crew <= self.ready
 
-    def muster(self, epoch: Epoch) -> None:
-        """Who has to report what in an epoch: who runs something, or keeps a copy that counts."""
+    def muster(self, epoch: Epoch, full: Plan) -> None:
+        """Who has to report what in an epoch: who runs something, or keeps a copy that counts. `full` is the plan with
+        every post filled."""
         plan = Plan.from_text(epoch.plan)
+        self.posts = {slot for slot in range(len(full.workers)) if slot not in full.failed}
         level = {shadow.slot for shadow in epoch.shadows if not shadow.fresh}
         members = {slot: member.node for slot, member in enumerate(epoch.members) if member is not None}
         self.savers = {node for slot, node in members.items() if plan.stages_of(slot)}
@@ -55,7 +59,8 @@ class Roll:
 
     def member(self, node: int) -> Member:
         """A node that is there, as an epoch has it."""
-        return Member(node, self.nodes[node].worker)
+        record = self.nodes[node]
+        return Member(node, record.worker, record.life)
 
     def strike(self, nodes: Iterable[int]) -> None:
         """Nodes that are not there any more."""
@@ -64,14 +69,20 @@ class Roll:
             self.leaving.pop(node, None)
 
     def empty(self, epoch: Epoch) -> bool:
-        """Whether a slot has nobody."""
-        return any(member is None or member.node in self.gone for member in epoch.members)
+        """Whether a post has nobody."""
+        members = (epoch.members[slot] for slot in self.posts)
+        return any(member is None or member.node in self.gone for member in members)
 
     def waiting(self, epoch: Epoch) -> list[Member]:
         """The nodes that could come in and have no slot, in the order of their numbers."""
         known = [record for record in self.nodes.values() if record.leaves_in is None and record.node not in self.gone]
         idle = [record for record in known if epoch.slot_of(record.node) is None]
-        return [Member(record.node, record.worker) for record in sorted(idle, key=lambda record: record.node)]
+        return [self.member(record.node) for record in sorted(idle, key=lambda record: record.node)]
+
+    @property
+    def zones(self) -> dict[int, str]:
+        """By node that says so: where it is."""
+        return {record.node: record.zone for record in self.nodes.values() if record.zone}
 
     def all_leave(self, epoch: Epoch) -> bool:
         return self.leaving.keys() >= {member.node for member in self.staying(epoch)}

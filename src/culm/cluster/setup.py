@@ -14,9 +14,11 @@ from culm import errors
 from culm.cluster.blows import Kill
 from culm.cluster.timeouts import derive
 from culm.errors import CulmError, RunError, UsageError
+from culm.plan.profile import LayerCost
+from culm.plan.reconfigure import POLICIES
 from culm.schedule import SCHEDULES
 
-STRATEGIES = ("auto", "none", "checkpoint", "drop", "shadow", "shadow-lazy", "reroute", "migrate")
+STRATEGIES = ("auto", "none", "checkpoint", "drop", "shadow", "shadow-lazy", "reroute", "migrate", "templates")
 """What this version has. `auto` is the cheapest of the others that the shape allows."""
 
 Gate: TypeAlias = Literal["open", "hook", "outside"]
@@ -53,12 +55,15 @@ class Request:
     restart: Restart = "warm"
     replace_within: float | None = None
     """Seconds that a restart from a checkpoint waits for nodes in place of the lost; None: as long as a silent one."""
+    reconfigure: str = "cost"
+    """When other shapes are made of the nodes: by what it gains (cost), by Bamboo's rule (bamboo), or never."""
     kills: tuple[str, ...] = ()
     """Nodes to strike down on purpose, as in "node=3 step=5 at=2B1"."""
 
     def __post_init__(self) -> None:
         _known("schedule", self.schedule, SCHEDULES)
         _known("strategy", self.strategy, STRATEGIES)
+        _known("reconfigure", self.reconfigure, POLICIES)
         _known("restart", self.restart, RESTARTS)
         for field in ("pipelines", "stages", "nodes", "keep_last", "memory"):
             _at_least(1, field, getattr(self, field))
@@ -122,6 +127,12 @@ class Setup(msgspec.Struct, frozen=True):
     """Seconds of F, I and W by segment, measured or estimated: what recovery plans with."""
     activations: int | None = None
     """The most activations that a worker has room for at once; None: any number."""
+    layers: tuple[LayerCost, ...] = ()
+    """What each layer costs: other shapes are cut by it."""
+    memory: int | None = None
+    """Bytes of a worker; None: nobody said."""
+    reconfigure: str = "cost"
+    """By which policy other shapes are made of the nodes while the run goes on."""
     kills: tuple[str, ...] = ()
     """What the request asks to strike down, each with its action."""
     why: str = ""
@@ -133,10 +144,25 @@ class Setup(msgspec.Struct, frozen=True):
         return self.strategy != "none"
 
     @property
+    def renews(self) -> bool:
+        """Whether workers may be ended and started anew."""
+        return self.restart == "cold" and self.strategy in ("checkpoint", "migrate")
+
+    @property
     def keeps(self) -> bool:
         """Whether workers keep what actions made until the step commits: nobody asks for it where every loss goes back
         to a checkpoint."""
         return self.strategy not in ("none", "checkpoint")
+
+
+class JobReference(msgspec.Struct, frozen=True):
+    """What a machine that wants to join needs to know of the job, under the key `job`."""
+
+    reference: str
+    """FILE[:function], as culm run was given it: on each machine relative to where culm agent is started."""
+    overrides: dict[str, str]
+    identity: dict[str, str]
+    """What it must agree on: see culm.cluster.identity."""
 
 
 class NodeRecord(msgspec.Struct, frozen=True):
@@ -148,6 +174,10 @@ class NodeRecord(msgspec.Struct, frozen=True):
     fingerprint: str
     leaves_in: float | None = None
     """Seconds of a spot notice: the machine goes."""
+    life: int = 0
+    """How often its worker was started anew."""
+    zone: str = ""
+    """Where the machine is: machines of a zone are often lost together. "": nobody said."""
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -168,5 +198,6 @@ class Result(msgspec.Struct, frozen=True):
 
 encode = msgspec.msgpack.Encoder().encode
 decode_setup = msgspec.msgpack.Decoder(Setup).decode
+decode_reference = msgspec.msgpack.Decoder(JobReference).decode
 decode_node = msgspec.msgpack.Decoder(NodeRecord).decode
 decode_result = msgspec.msgpack.Decoder(Result).decode

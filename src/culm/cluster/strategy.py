@@ -9,8 +9,8 @@ from culm.errors import UsageError
 from culm.plan.failures import Case
 from culm.plan.goodput import Risk
 from culm.plan.layout import SHADOWING
-from culm.plan.partition import spans
 from culm.plan.period import period
+from culm.plan.relayout import segment_costs
 from culm.plan.strategy import choose_strategy, interval
 from culm.schedule import Costs, Plan, timing
 
@@ -22,6 +22,8 @@ _BUBBLE = 0.02
 """With less of the time idle than this there is nothing to run forwards in."""
 _SAVING = ("checkpoint", "migrate")
 """Strategies that a loss without notice throws back to a checkpoint."""
+_PARTS = 10
+"""These write as many checkpoints in a run at the least: the length of a step is an estimate, and may be off."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +47,11 @@ class Terms:
     cuts: tuple[int, ...]
     joint: bool
     """Whether a step ends for all stages together."""
+    steps: int
 
     @property
     def costs(self) -> Costs:
-        forward, inputs, weight = zip(*segment_costs(self.profile, self.cuts), strict=True)
+        forward, inputs, weight = zip(*segment_costs(self.profile.layers, self.cuts), strict=True)
         return Costs(forward=forward, input=inputs, weight=weight)
 
     @property
@@ -72,7 +75,7 @@ class Terms:
     @property
     def case(self) -> Case:
         """The step as the planner has it: segments of a stage together."""
-        parts = segment_costs(self.profile, self.cuts)
+        parts = segment_costs(self.profile.layers, self.cuts)
         P = self.plan.stages
         stages = [[sum(kind) for kind in zip(*parts[stage::P], strict=True)] for stage in range(P)]
         forward, inputs, weight = zip(*stages, strict=True)
@@ -99,15 +102,15 @@ def settle(request: Request, terms: Terms) -> Settled:
         seconds = interval(terms.case, terms.step_s, state_bytes=state_bytes, risk=risk)
     elif strategy == "drop":
         why += ": samples of a pipeline that misses a node are left out, which changes training"
-    every, told = _interval(request, strategy, terms.step_s, seconds)
+    every, told = _interval(request, strategy, terms.step_s, terms.steps, seconds)
     eager, ahead = _eager(strategy, terms)
     return Settled(strategy, why + told + ahead, eager, every)
 
 
 def _check(request: Request, D: int, P: int) -> None:
     asked = request.strategy
-    if asked == "reroute" and D == 1:
-        raise UsageError("--strategy reroute needs peers, and there is 1 pipeline: use --pipelines 2, or shadow")
+    if asked in ("reroute", "templates") and D == 1:
+        raise UsageError(f"--strategy {asked} needs peers, and there is 1 pipeline: use --pipelines 2, or shadow")
     if asked == "drop" and D == 1:
         raise UsageError(
             "--strategy drop needs a pipeline that goes on, and there is 1: use --pipelines 2, or checkpoint"
@@ -120,14 +123,18 @@ def _check(request: Request, D: int, P: int) -> None:
         raise UsageError(f"--strategy {asked} needs a folder for its checkpoints: add --out, as in --out runs/a")
 
 
-def _interval(request: Request, strategy: str, step_s: float, seconds: float | None) -> tuple[int, str]:
+def _interval(request: Request, strategy: str, step_s: float, steps: int, seconds: float | None) -> tuple[int, str]:
     """(steps between two checkpoints, what there is to say): as asked, or by what they cost and what a loss does."""
     if request.checkpoint_every or seconds is None or strategy == "none":
         bare = request.strategy == "auto" and strategy != "none" and request.out is None
         told = "; without --out there is no checkpoint for the day when all holders of a layer go" if bare else ""
         return request.checkpoint_every, told
     every = max(1, round(seconds / step_s)) if step_s else 1
-    return every, f"; a checkpoint every {every} steps, about {seconds:.0f} s"
+    if strategy in _SAVING:
+        every = min(every, max(1, steps // _PARTS))
+    if every >= steps:
+        return 0, f"; a checkpoint is due after {seconds:.0f} s, so one at the end will do"
+    return every, f"; a checkpoint every {every} steps"
 
 
 def _eager(strategy: str, terms: Terms) -> tuple[bool, str]:
@@ -138,12 +145,3 @@ def _eager(strategy: str, terms: Terms) -> tuple[bool, str]:
     if idle < _BUBBLE:
         return False, f"; {terms.plan.name} leaves {idle:.1%} of the time idle, so eager becomes lazy"
     return True, f"; replicas run forward in the bubbles, {idle:.0%} of the time"
-
-
-def segment_costs(profile: Profile, cuts: tuple[int, ...]) -> tuple[tuple[float, float, float], ...]:
-    """Seconds of F, I and W by segment."""
-    segments = [profile.layers[span.start : span.stop] for span in spans(cuts, len(profile.layers))]
-    return tuple(
-        (sum(c.forward_s for c in layers), sum(c.input_s for c in layers), sum(c.weight_s for c in layers))
-        for layers in segments
-    )

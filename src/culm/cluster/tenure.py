@@ -7,6 +7,7 @@ from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
 from culm.cluster.record import Record, decode_record
+from culm.cluster.relayout import reshaped
 from culm.cluster.roll import Roll
 from culm.cluster.saves import Saves
 from culm.cluster.setup import decode_node, encode
@@ -18,6 +19,7 @@ from culm.observe.ledger import Ledger
 from culm.plan.ahead import Plans
 from culm.runtime import epoch as letters
 from culm.runtime.epoch import Epoch
+from culm.schedule import Plan
 
 if TYPE_CHECKING:
     from culm.cluster.setup import Setup
@@ -32,6 +34,8 @@ class Tenure:
 
     def __init__(self, job: Job, setup: Setup, node: int, transport: Transport, clock: Clock, store: Store) -> None:
         self.job, self.setup, self.node = job, setup, node
+        self.asked = setup
+        """The setup that the run began with; `setup` is of the shape that it has now."""
         self.transport, self.clock, self.store = transport, clock, store
         self.timeouts = derive(setup.suspect_after)
         self.folder = RunFolder(setup.out, resumed_at=None if setup.resume is None else setup.start)
@@ -63,7 +67,8 @@ class Tenure:
     def adopt(self, epoch: Epoch) -> None:
         """From now on this epoch holds: nothing that was reported in the one before counts in it."""
         self.epoch = epoch
-        self.roll.muster(epoch)
+        self.setup = reshaped(self.asked, epoch.shape)
+        self.roll.muster(epoch, Plan.from_text(self.setup.plan))
         self.ledger.regroup(len(self.roll.crew))
         self.saves.begin(epoch.start)
         self.finals.clear()
@@ -166,7 +171,7 @@ class Tenure:
 
     def lost(self, node: int) -> NodeLost:
         """What there is to say when a node is gone."""
-        saved = self.setup.out if self.saves.complete else (self.setup.resume_from or "").removesuffix("/checkpoints")
+        saved = self._saved()
         return NodeLost(
             f"node {node} vanished in step {self.ledger.next_step} and nobody else holds its layers (strategy "
             f"{self.setup.strategy}): " + (f"resume it with --resume {saved}" if saved else "it had no checkpoint yet")
@@ -174,5 +179,9 @@ class Tenure:
 
     def all_left(self) -> NodeLost:
         """What there is to say when every node had notice, and the run could not be completed."""
-        saved = f"resume it with --resume {self.setup.out}" if self.setup.out else "nothing of it was saved (no --out)"
+        saved = f"resume it with --resume {self._saved()}" if self._saved() else "nothing of it was saved"
         return NodeLost(f"every node has notice: the run ended before step {self.ledger.next_step}; {saved}")
+
+    def _saved(self) -> str | None:
+        """Where the newest checkpoint lies, of this run or of the one that it went on from."""
+        return self.setup.out if self.saves.complete else (self.setup.resume_from or "").removesuffix("/checkpoints")

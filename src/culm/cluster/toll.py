@@ -62,13 +62,18 @@ class Recovering:
     @property
     def last(self) -> int:
         """The step with which the loss is made good: all that was there, or open, is there again."""
-        return self.halting.committed - 1 if self.again else self.made.epoch.start - 1
+        return self.halting.committed - 1 if self.again else self.made.epoch.start - 1 + self.anew
 
     @property
     def redone(self) -> int:
         """Actions that were done before."""
         epoch = self.made.epoch
         return epoch.recovery.redone + self.again * len(Plan.from_text(epoch.plan).placement())
+
+    @property
+    def anew(self) -> bool:
+        """Whether a step that was open is given up, and run in another shape."""
+        return self.made.epoch.reshapes and bool(self.halting.lost)
 
 
 class Toll:
@@ -77,8 +82,12 @@ class Toll:
     def __init__(self, clock: Clock) -> None:
         self.recoveries: list[Recovered] = []
         self.at_risk_s = 0.0
+        self.moved_s: float | None = None
+        """What it took to go over to another shape, lately; None: that has not been done."""
         self._clock = clock
         self._pace: collections.deque[float] = collections.deque(maxlen=32)
+        self._lately: list[float] = []
+        """The same of the epoch alone."""
         self._before_loss: float | None = None
         """When the last step was committed that no loss had disturbed."""
         self._first_sign: float | None = None
@@ -92,6 +101,7 @@ class Toll:
     def begin(self) -> None:
         """A new epoch."""
         self._first_sign = None
+        self._lately.clear()
 
     def took_to_detect(self, lost: Collection[int]) -> float:
         """Since the blow, where one was struck on purpose; else since the first sign that somebody was missed."""
@@ -99,6 +109,17 @@ class Toll:
         blows = [at for at in map(self._clock.struck_at, lost) if at is not None]
         since = min(blows, default=now if self._first_sign is None else self._first_sign)
         return now - since
+
+    @property
+    def lately_s(self) -> float:
+        """How long a step takes in this epoch, as a rule; 0 before anything is known."""
+        return statistics.median(self._lately) if self._lately else 0.0
+
+    def reshaped(self, recovering: Recovering) -> float:
+        """Everybody has its layers in a new shape: how long it took since the old one was left."""
+        found = self._clock.now() - recovering.halting.began
+        self.moved_s = found if self.moved_s is None else (self.moved_s + found) / 2
+        return found
 
     def risk(self, at_risk: bool) -> None:
         """Time at risk: while a layer has one holder alone, its loss would cost more than a pause."""
@@ -112,6 +133,7 @@ class Toll:
         now = self._clock.now()
         if self._before_loss is not None:
             self._pace.append(now - self._before_loss)
+            self._lately = [*self._lately[-31:], now - self._before_loss]
         self._before_loss = now
 
     @property
@@ -140,7 +162,8 @@ class Toll:
     def _late(self, recovering: Recovering) -> float:
         """How many seconds later than usual the last steps were committed. Whoever has just begun to lead knows no
         pace, but steps that were run again were late from the first to the last."""
-        steps, halting, now = len(recovering.made.epoch.recovery.steps), recovering.halting, self._clock.now()
+        halting, now = recovering.halting, self._clock.now()
+        steps = len(recovering.made.epoch.recovery.steps) + recovering.anew
         if self._before_loss is not None and (self.pace_s is not None or not steps):
             return now - self._before_loss - steps * (self.pace_s or 0.0)
         return now - halting.began + halting.detect_s if recovering.again else 0.0

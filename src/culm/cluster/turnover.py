@@ -11,13 +11,17 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from culm.cluster.baselines import back_to, more_pipelines, rewinds
+from culm.cluster.growth import Growth
 from culm.cluster.regroup import Regrouped, first_epoch, homeless, protected, regroup, restart, seats, world_of
+from culm.cluster.relayout import shape_now
 from culm.cluster.toll import Halting, Recovering
 from culm.errors import RunError
 from culm.plan.layout import ahead
 from culm.plan.lineage import Standing
+from culm.plan.relayout import seating, written
 from culm.runtime import epoch as letters
 from culm.runtime.epoch import Epoch, Member
+from culm.schedule import Plan
 
 if TYPE_CHECKING:
     from culm.cluster.setup import NodeRecord
@@ -41,9 +45,11 @@ class Stall:
 
 @dataclass
 class Lull:
-    """Nodes have been waited for, in place of the lost, for as long as one may."""
+    """Look again whether the next epoch can begin."""
 
     epoch: int
+    over: bool = True
+    """Nodes have been waited for, in place of the lost, for as long as one may."""
 
 
 class Turnover:
@@ -54,6 +60,7 @@ class Turnover:
         self, tenure: Tenure, remind: Callable[[Doubt | Stall | Lull], None], relieved: asyncio.Event | None = None
     ) -> None:
         self.tenure, self._remind = tenure, remind
+        self.growth = Growth(tenure)
         self.halting: Halting | None = None
         self.recovering: Recovering | None = None
         self.evacuated = False
@@ -79,7 +86,8 @@ class Turnover:
             tenure.event("refused", node=record.node, why=differs)
             return
         roll.nodes[record.node] = record
-        tenure.event("node_joined", node=record.node)
+        tenure.event("node_joined" if not record.life else "worker_renewed", node=record.node)
+        self._note_renewed(record.node)
         await self._open_if_complete()
 
     async def _open_if_complete(self) -> None:
@@ -92,17 +100,18 @@ class Turnover:
         await self._proceed()
 
     async def _open(self) -> None:
-        """The first epoch: the first D x P nodes by number fill the slots; the last slots may have nobody."""
-        tenure, setup = self.tenure, self.tenure.setup
+        """The first epoch: the first D x P nodes by number fill the slots, so that holders of a layer are in different
+        zones where there are any; the last slots may have nobody."""
+        tenure, setup, roll = self.tenure, self.tenure.setup, self.tenure.roll
         slots = range(setup.pipelines * setup.stages)
-        records = sorted(tenure.roll.nodes.values(), key=lambda record: record.node)[: len(slots)]
+        records = [roll.nodes[node] for node in self._seated(sorted(roll.nodes)[: len(slots)])]
         prints = {record.fingerprint for record in records}
         if tenure.job.exact and len(prints) > 1:
             raise RunError(
                 f"nodes differ in what exact results depend on ({'; '.join(sorted(prints))}): "
                 "use machines of one kind, or --set exact=false"
             )
-        members: list[Member | None] = [Member(record.node, record.worker) for record in records]
+        members: list[Member | None] = [tenure.roll.member(record.node) for record in records]
         filled, address = len(members), tenure.transport.address
         members += [None] * (len(slots) - filled)
         first = first_epoch(setup, address, tuple(members), tenure.folder.checkpoints, tenure.timeouts.beat)
@@ -112,8 +121,15 @@ class Turnover:
         tenure.event("epoch", number=1, members=[member.node for member in first.alive], segments=setup.segments)
         await tenure.publish()
         if setup.keeps:
-            full = {slot: Standing(versions={slot % setup.stages: setup.start}) for slot in slots[:filled]}
-            tenure.aside(self._plan_ahead(full, setup.start, None))
+            tenure.aside(self._plan_ahead(_whole(first), setup.start, None))
+
+    def _seated(self, nodes: Sequence[int]) -> list[int]:
+        """Nodes in the order of the slots that they fill."""
+        setup, zones = self.tenure.setup, self.tenure.roll.zones
+        if len(nodes) < setup.pipelines * setup.stages:
+            return list(nodes)
+        seats = seating(shape_now(setup), setup.strategy, {node: zones.get(node, "") for node in nodes}, {}, ())
+        return [seats[slot] for slot in sorted(seats)]
 
     async def lose(self, nodes: Sequence[int]) -> None:
         """Nodes are gone for good. What they ran and held, others run and hold from now on."""
@@ -123,13 +139,16 @@ class Turnover:
         roll.strike(nodes)
         if not mourned:
             return
-        if not tenure.setup.survives or epoch is None:
+        if not tenure.setup.survives:
             raise tenure.lost(mourned[0])
         for node in mourned:
             tenure.event("lost", node=node, step=tenure.ledger.next_step)
         roll.gone |= set(mourned)
         await tenure.write_record()
-        self.halt(mourned)
+        if epoch is None:
+            await self._open_if_complete()
+        else:
+            self.halt(mourned)
 
     async def _drain(self, record: NodeRecord, seconds: float) -> None:
         """A node has notice: the others go on without it before it goes. Who leaves when the run ends anyway, stays."""
@@ -170,10 +189,9 @@ class Turnover:
             self._relieve(recovering)
 
     def _relieve(self, recovering: Recovering) -> None:
-        """Whoever has notice has nothing more to give, and may go. If it is this node, the books are closed before."""
+        """Whoever has notice and nothing more to give may go. If it is this node, the books are closed before."""
         epoch, roll = recovering.made.epoch, self.tenure.roll
-        members = [epoch.members[slot] for slot in epoch.leaving]
-        nodes = [member.node for member in members if member is not None and member.node in roll.leaving]
+        nodes = [node for node in roll.leaving if epoch.slot_of(node) in (None, *epoch.leaving)]
         recovering.left |= set(nodes)
         for node in nodes:
             self._let_go(roll.nodes[node])
@@ -205,7 +223,8 @@ class Turnover:
             if more_pipelines(tenure.setup, epoch, len(roll.waiting(epoch))):
                 self.halt()
             return
-        if roll.arrived or (roll.empty(epoch) and roll.waiting(epoch)):
+        draining = self.growth.intent is not None
+        if self.growth.due or roll.arrived or (not draining and roll.empty(epoch) and roll.waiting(epoch)):
             self.halt()
 
     def level(self, message: letters.Level) -> None:
@@ -245,9 +264,13 @@ class Turnover:
         detect_s = max(before.detect_s if before is not None else 0.0, tenure.toll.took_to_detect(lost))
         committed = before.committed if before is not None else tenure.ledger.next_step
         self.halting = Halting(number, gone, left, began, detect_s, max(committed, tenure.ledger.next_step))
+        for node in left:
+            self._note_renewed(node)
         self._tell_halt(self.halting)
         if not left:
             raise tenure.lost(min({*gone, *tenure.roll.gone}))
+        if self.halting.complete:  # somebody who led before had all of them renewed
+            self._remind(Lull(number, over=False))
 
     def _unfinished(self) -> Halting | None:
         """The halt that is under way, or what is still being made good after one: who was lost then counts on."""
@@ -256,11 +279,31 @@ class Turnover:
         return self.halting
 
     def _tell_halt(self, halting: Halting) -> None:
-        assert self.tenure.epoch is not None
-        body = letters.encode(letters.Halt(halting.number, self.tenure.transport.address))
-        for member in self.tenure.epoch.alive:
-            if member.node in halting.expected and member.node not in halting.standings:
-                self.tenure.transport.post(member.address, body)
+        tenure = self.tenure
+        assert tenure.epoch is not None
+        halt = letters.encode(letters.Halt(halting.number, tenure.transport.address))
+        for member in tenure.epoch.alive:
+            if member.node not in halting.expected or member.node in halting.standings:
+                continue
+            if self._cold(halting):
+                renew = letters.encode(letters.Renew(member.life))
+                tenure.transport.post(tenure.roll.nodes[member.node].agent, renew)
+            else:
+                tenure.transport.post(member.address, halt)
+
+    def _cold(self, halting: Halting) -> bool:
+        """Whether workers do not leave the epoch but end, and others are started in their place."""
+        return self.tenure.setup.renews and rewinds(self.tenure.setup, halting.lost)
+
+    def _note_renewed(self, node: int) -> None:
+        """Where all workers are started anew: one that has been stands there with empty hands."""
+        halting, epoch, record = self.halting, self.tenure.epoch, self.tenure.roll.nodes.get(node)
+        if halting is None or epoch is None or record is None or not self._cold(halting):
+            return
+        slot = epoch.slot_of(node)
+        member = None if slot is None else epoch.members[slot]
+        if member is not None and node in halting.expected and record.life > member.life:
+            halting.standings[node] = Standing()
 
     async def report(self, report: letters.Report) -> None:
         """What a worker had when it left the epoch. When all have said so, the next begins."""
@@ -294,22 +337,23 @@ class Turnover:
     async def waited(self, lull: Lull) -> None:
         """Nobody came in place of the lost: go on with what fits."""
         if self.halting is not None and self.halting.number == lull.epoch:
-            self.halting.waited = True
+            self.halting.waited |= lull.over
             await self._proceed()
 
     def _short_of_nodes(self, halting: Halting) -> bool:
-        """Whether a restart had better wait for a node: as long as slots would stay empty."""
+        """Whether a restart had better wait for a node in place of a lost one: as long as slots would stay empty."""
         tenure, epoch = self.tenure, self.tenure.epoch
         assert epoch is not None
         there = len(halting.standings) + len(tenure.roll.waiting(epoch))
-        return rewinds(tenure.setup, halting.lost) and there < len(epoch.members)
+        return bool(halting.lost) and rewinds(tenure.setup, halting.lost) and there < len(tenure.roll.posts)
 
     async def _regroup(self, halting: Halting) -> None:
         """All have reported: decide how the open steps are completed, and who does what from now on."""
         tenure, old = self.tenure, self.tenure.epoch
         assert old is not None
         slots = {member.node: slot for slot, member in enumerate(old.members) if member is not None}
-        standings = {slots[node]: standing for node, standing in halting.standings.items()}
+        known = {node: each if each.shaped == old.shaped else Standing() for node, each in halting.standings.items()}
+        standings = {slots[node]: standing for node, standing in known.items()}
         committed, ready_made = tenure.ledger.next_step, tenure.plans.hits
         made = await self._decide(halting, old, slots, standings)
         self.halting = None
@@ -343,7 +387,9 @@ class Turnover:
                 why="training changes: samples are left out",
             )
         await tenure.publish()
-        if tenure.setup.keeps:
+        if made.epoch.reshapes:
+            tenure.aside(self._plan_ahead(_whole(made.epoch), committed, None))
+        elif tenure.setup.keeps:
             tenure.aside(self._plan_ahead(standings, committed, old))
 
     async def _decide(
@@ -351,17 +397,21 @@ class Turnover:
     ) -> Regrouped:
         """The next epoch: with what the survivors hold or, if a layer has no holder left, from a checkpoint."""
         tenure, setup, committed = self.tenure, self.tenure.setup, self.tenure.ledger.next_step
-        number, address = halting.number, tenure.transport.address
-        come = seats(setup, old, standings, committed, tenure.roll.waiting(old))
+        number, address, zones = halting.number, tenure.transport.address, tenure.roll.zones
+        come = seats(setup, old, standings, committed, tenure.roll.waiting(old), zones)
         leaving = [slots[node] for node in tenure.roll.leaving if node in halting.standings]
         stay = standings.keys() - set(leaving) or standings.keys()
         if rewinds(setup, halting.lost):
             there = {slot: tenure.roll.member(node) for node, slot in slots.items() if slot in stay}
             return back_to(setup, old, number, address, there, tenure.roll.waiting(old), *await self._rewound())
-        if _nothing_learned(setup.start, standings):
+        orphans = homeless(setup, standings, committed)
+        if _nothing_learned(setup.start, halting.standings) and (orphans or not leaving):
             return restart(setup, old, number, address, stay, setup.start, setup.resume_from, come)
-        if not homeless(setup, standings, committed):
-            return regroup(
+        other = self.growth.salvage(halting, old) if orphans else self.growth.remake(halting, old)
+        if other is not None:
+            return other
+        if not orphans:
+            made = regroup(
                 setup,
                 old,
                 number,
@@ -372,8 +422,10 @@ class Turnover:
                 moving=_moving(old, standings),
                 arrivals=come,
                 leaving=leaving,
+                zones=zones,
                 patience=self._patience(halting),
             )
+            return self.growth.complete_first(made) if setup.strategy == "templates" and halting.lost else made
         if await tenure.saves.newest(tenure.folder.checkpoints) is None:
             raise tenure.lost(min(halting.lost))
         return restart(setup, old, number, address, stay, *await self._rewound(), come)
@@ -414,8 +466,18 @@ class Turnover:
         assert tenure.epoch is not None
         if self.recovering is not None:
             self.recovering.ready_at = tenure.clock.now()
-            if not tenure.epoch.recovery.steps and not self.recovering.again:
+            if tenure.epoch.reshapes:
+                self._reshaped(self.recovering)
+            if not tenure.epoch.recovery.steps and not (self.recovering.again or self.recovering.anew):
                 self.recovered(tenure.epoch.start)
+
+    def _reshaped(self, recovering: Recovering) -> None:
+        """Everybody has its layers in the new shape."""
+        epoch = recovering.made.epoch
+        assert epoch.shape is not None
+        seconds = self.tenure.toll.reshaped(recovering)
+        moved = sum(len(move.layers) for move in epoch.moves)
+        self.tenure.event("reshaped", layout=written(epoch.shape.depths), layers=moved, seconds=seconds)
 
     def recovered(self, step: int) -> None:
         """A step is committed. If it is the last of those that were open, the loss is made good."""
@@ -481,6 +543,13 @@ class Turnover:
         """Whether it is the user's turn: a hook or a launcher has to let the next step begin."""
         tenure = self.tenure
         return tenure.roll.all_ready and tenure.finish is None and tenure.permitted <= tenure.ledger.next_step
+
+
+def _whole(epoch: Epoch) -> dict[int, Standing]:
+    """What everybody of an epoch has that begins with a new shape."""
+    plan = Plan.from_text(epoch.plan)
+    slots = [slot for slot, member in enumerate(epoch.members) if member is not None]
+    return {slot: Standing(versions=dict.fromkeys(plan.stages_of(slot), epoch.start)) for slot in slots}
 
 
 def _moving(epoch: Epoch, standings: Mapping[int, Standing]) -> list[int]:

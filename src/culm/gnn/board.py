@@ -226,6 +226,11 @@ class Board:
     def running(self) -> Mapping[Task, Sequence[str]]:
         return {task: run.workers for task, run in self._running.items()}
 
+    @property
+    def busy(self) -> int:
+        """Tasks that somebody works on now: what waits at a worker for its weights keeps nobody busy."""
+        return sum(not self.waits(task) for task in self._running)
+
     # What happens.
 
     def current(self, task: Task) -> bool:

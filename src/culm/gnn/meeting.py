@@ -30,6 +30,8 @@ _FOREVER_S = 30 * 24 * 3600.0
 _LEADER_S = 60.0
 """Nobody waits for the leader's lease to run out: when its process ends, so does all that it started."""
 
+_PATIENCE_S = 30.0
+"""Until etcd answers for the first time: on a busy machine that takes a while, and it was there a moment ago."""
 _PASSWORD = "CULM_ETCD_PASSWORD"
 
 Evict = Callable[[str], Awaitable[object]]
@@ -82,7 +84,8 @@ async def _in_etcd(ticket: Ticket, access: Access, kind: str, suspect_after: flo
     from culm.cluster.timeouts import derive
 
     way = msgspec.json.encode((access, suspect_after)).decode()
-    async with await EtcdStore.open(access, _job(ticket), timeouts=derive(_LEADER_S)) as store:
+    times = derive(_LEADER_S)
+    async with await EtcdStore.open(access, _job(ticket), timeouts=times, patience_s=_PATIENCE_S) as store:
         try:
             yield Meeting(store, replace(ticket, store=way), kind, store.evict)
         finally:
@@ -110,7 +113,8 @@ async def attend(ticket: Ticket) -> AsyncIterator[Store]:
         from culm.cluster.timeouts import derive
 
         access, suspect_after = msgspec.json.decode(ticket.store, type=tuple[Access, float])
-        async with await EtcdStore.open(access, _job(ticket), timeouts=derive(suspect_after)) as found:
+        times = derive(suspect_after)
+        async with await EtcdStore.open(access, _job(ticket), timeouts=times, patience_s=_PATIENCE_S) as found:
             yield found
     else:
         async with _remote(ticket) as store:

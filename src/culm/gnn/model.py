@@ -112,7 +112,7 @@ def model_of(
             kind=kind, widths=shape, heads=heads, dropout=dropout, input_dropout=into, attention_dropout=along
         )
     else:
-        found = _of_pyg(given)
+        found = shape_of(given)
     if found.widths[0] != width or found.widths[-1] < classes:
         raise UsageError(
             f"the model is made for {found.widths[0]} features and {found.widths[-1]} classes, "
@@ -121,7 +121,8 @@ def model_of(
     return found
 
 
-def _of_pyg(module: Any) -> Model:
+def shape_of(module: Any) -> Model:
+    """The Model that a GCN or GAT of PyG is. Raises UsageError for anything else."""
     kind: Any = type(module).__name__.lower()
     convs = getattr(module, "convs", None)
     known = {"GCNConv", "GATConv"}

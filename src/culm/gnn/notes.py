@@ -74,7 +74,7 @@ class Notes:
             evaluations=counts,
             ended=ended,
             queue=board.queue("worker"),
-            running=len(board.running()),
+            running=board.busy,
             workers=workers,
             spread=board.spread,
             relaunches=board.relaunches,

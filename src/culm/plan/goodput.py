@@ -41,6 +41,8 @@ class Risk:
     """How long an asynchronous checkpoint holds training up."""
     storage: float = 1e9
     """Bytes per second from and to checkpoint storage."""
+    shadow: float = 0.07
+    """What keeping a shadow current costs, as a share of the step (Bamboo, lazy)."""
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -106,38 +108,41 @@ def _length(case: Case, failures: int) -> float:
 
 
 def _shadow(case: Case, healthy_s: float, nodes: int, state_bytes: float, risk: Risk) -> Held | None:
-    """Eager: F of the successor's layers is run ahead, in the bubble as far as there is one."""
-    m, price = len(case.blocks[0]), case.prices
-    bubble = max(0.0, healthy_s - m * _stage_s(case))
-    redundant = max(0.0, m * max(price[Kind.F]) - bubble / 2)
-    return _shadowed("shadow", case, healthy_s + redundant, nodes, state_bytes, risk)
+    """Eager: F of the successor's layers is run ahead, but only while its worker would wait."""
+    return _shadowed("shadow", case, healthy_s, nodes, state_bytes, risk)
 
 
 def _lazy(case: Case, healthy_s: float, nodes: int, state_bytes: float, risk: Risk) -> Held | None:
     return _shadowed("shadow-lazy", case, healthy_s, nodes, state_bytes, risk)
 
 
-def _shadowed(name: str, case: Case, step_s: float, nodes: int, state_bytes: float, risk: Risk) -> Held | None:
-    """Every worker steps the layers of its successor too; while one is missing, another carries two stages."""
+def _shadowed(name: str, case: Case, healthy_s: float, nodes: int, state_bytes: float, risk: Risk) -> Held | None:
+    """Every worker keeps the layers of its successor current; while one is missing another carries two stages, or the
+    batch goes to the pipelines that are whole."""
     if case.stages < 2:
         return None
     price, m = case.prices, len(case.blocks[0])
-    kept_s = step_s + max(price[Kind.S])
+    kept_s = healthy_s * (1 + risk.shadow)
     missing = min(1.0, risk.missing(nodes))
+    hurt_s = min(kept_s + m * _stage_s(case), _fewer(case, kept_s, nodes, risk))
     redo = (_stage_s(case) - (max(price[Kind.F]) if name == "shadow" else 0.0)) * m / 2
     pause = risk.detect_s + risk.decide_s + redo + risk.join_s
     # Two neighbours at once: of a group of g in one zone, as likely as g - 1 of the others to be next to it.
     fatal = risk.events(nodes) * min(1.0, max(risk.group - 1, risk.missing(nodes)) * 2 / max(1, nodes - 1))
-    doubled = m * _stage_s(case)
-    return _with_checkpoints(name, kept_s + missing * doubled, pause, fatal, nodes, state_bytes, risk)
+    step_s = kept_s + missing * (hurt_s - kept_s)
+    return _with_checkpoints(name, step_s, pause, fatal, nodes, state_bytes, risk)
+
+
+def _fewer(case: Case, step_s: float, nodes: int, risk: Risk) -> float:
+    """A step on as many whole pipelines as the nodes that are there can fill."""
+    workers = case.pipelines * case.stages
+    left = max(1, math.floor((workers - risk.missing(nodes) * workers / nodes) / case.stages + 1e-9))
+    return step_s * bound(replace(case, pipelines=min(left, case.pipelines))) / bound(case)
 
 
 def _checkpoint(case: Case, healthy_s: float, nodes: int, state_bytes: float, risk: Risk) -> Held | None:
     """Whole pipelines only, and back to the newest checkpoint at every loss."""
-    workers = case.pipelines * case.stages
-    left = max(1, math.floor((workers - risk.missing(nodes) * workers / nodes) / case.stages + 1e-9))
-    fewer = replace(case, pipelines=min(left, case.pipelines))
-    step_s = healthy_s * bound(fewer) / bound(case)
+    step_s = _fewer(case, healthy_s, nodes, risk)
     return _with_checkpoints("checkpoint", step_s, 0.0, risk.events(nodes), nodes, state_bytes, risk)
 
 

@@ -14,8 +14,10 @@ from typing import TypeVar
 
 import msgspec
 
+from culm.plan.edges import Task
+from culm.plan.least import Outlook
 from culm.plan.lineage import Cell, Lot, Missing, Standing
-from culm.plan.place import Floor, Task, best
+from culm.plan.place import Floor, best
 from culm.schedule import Kind
 
 T = TypeVar("T")
@@ -79,10 +81,17 @@ def _with_tapes(
     return found
 
 
-def order(lots: Sequence[Lot], floor: Floor, home: Mapping[tuple[int, int], int], leaving: Collection[int]) -> Ordered:
-    """Place the lots; of each step those first that somebody who leaves has to end, or waits for."""
+def order(
+    lots: Sequence[Lot],
+    floor: Floor,
+    home: Mapping[tuple[int, int], int],
+    leaving: Collection[int],
+    rest: Outlook,
+) -> Ordered:
+    """Place the lots; of each step those first that somebody who leaves has to end, or waits for. `rest` is what
+    can be said of them before."""
     if not any(lot.holder in leaving for lot in lots):
-        placed = best(lots, floor, home)
+        placed = best(lots, floor, home, rest)
         return Ordered(placed.lists, placed.makespan)
     lists: list[list[Task]] = [[] for _ in range(floor.workers)]
     end = gone_by = 0.0

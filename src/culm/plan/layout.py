@@ -10,6 +10,7 @@ import collections
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from culm.errors import ScheduleError
 from culm.plan.ahead import Plans
@@ -18,7 +19,6 @@ from culm.plan.greedy import Rerouted
 from culm.plan.place import Floor, place, whole_step
 from culm.schedule import UNIT, Action, Costs, Kind, Plan
 from culm.schedule.action import RELEASE
-from culm.schedule.plan import blocks
 from culm.schedule.walk import walk
 
 SHADOWING = ("shadow", "shadow-lazy")
@@ -45,6 +45,19 @@ class World:
     """Slots whose workers are about to go, and can not be done without yet."""
     plans: Plans = field(default_factory=Plans)
     """Plans that were made before, some of them ahead of the loss."""
+    zones: Mapping[int, str] = field(default_factory=dict)
+    """By slot that is filled: where its node is, if it says so."""
+
+    @cached_property
+    def posts(self) -> tuple[int, ...]:
+        """By (pipeline, stage), numbered like slots: the slot whose worker runs it when nobody is missing. In pipelines
+        of fewer workers than stages a worker has several."""
+        full = self.plan
+        every = range(len(full.workers))
+        if not full.held:
+            return tuple(every)
+        own = {(slot // full.stages, stage): slot for slot in every for stage in full.stages_of(slot)}
+        return tuple(own[divmod(slot, full.stages)] for slot in every)
 
 
 @dataclass(frozen=True)
@@ -100,7 +113,7 @@ def _leave_out(world: World, whole: Collection[int]) -> Layout:
     resting = tuple(slot for slot in range(len(full.workers)) if slot // P not in whole)
     rows = tuple(() if slot in resting else row for slot, row in enumerate(full.workers))
     runners = {stage: tuple(d * P + stage for d in whole) for stage in range(P)}
-    shares = blocks(full.pipelines, full.micro_batches)
+    shares = full.by_pipeline
     home = {(g, m): d * P + g % P for d in whole for m in shares[d] for g in range(full.segments)}
     copies = (*_replicas(world, runners), *_fresh(world, runners, _arrivals(world, runners)))
     dropped = tuple(micro for d, share in enumerate(shares) for micro in share if d not in whole)
@@ -133,10 +146,10 @@ def _home(world: World, stand_ins: Mapping[int, int]) -> dict[tuple[int, int], i
     """By (segment, micro-batch): the worker of its pipeline, or who stands in; peers share the others."""
     full = world.plan
     home: dict[tuple[int, int], int] = {}
-    for pipeline, micros in enumerate(blocks(full.pipelines, full.micro_batches)):
+    for pipeline, micros in enumerate(full.by_pipeline):
         for segment in range(full.segments):
             slot = pipeline * full.stages + segment % full.stages
-            worker = slot if _own(world, slot) else stand_ins.get(slot)
+            worker = world.posts[slot] if _own(world, slot) else stand_ins.get(slot)
             home |= {(segment, micro): worker for micro in micros} if worker is not None else {}
     return home
 
@@ -146,16 +159,16 @@ def first_layout(plan: Plan, strategy: str) -> tuple[Replica, ...]:
     if strategy not in SHADOWING or plan.stages < 2:
         return ()
     found = []
-    for slot in range(len(plan.workers)):
-        pipeline, stage = divmod(slot, plan.stages)
-        after = (stage + 1) % plan.stages
-        found.append(Replica(after, slot, pipeline * plan.stages + after))
+    for first in range(0, len(plan.workers), plan.stages):
+        chain = [slot for slot in range(first, first + plan.stages) if slot not in plan.failed]
+        for slot, after in zip(chain, [*chain[1:], chain[0]], strict=True):
+            found += [Replica(stage, slot, after) for stage in plan.stages_of(after) if after != slot]
     return tuple(found)
 
 
 def _own(world: World, slot: int) -> bool:
     """Whether the worker of a slot is there and has its own stage."""
-    return slot % world.plan.stages in world.held.get(slot, ())
+    return slot % world.plan.stages in world.held.get(world.posts[slot], ())
 
 
 def _moved(world: World) -> dict[int, int]:
@@ -163,7 +176,7 @@ def _moved(world: World) -> dict[int, int]:
     P = world.plan.stages
     found: dict[int, int] = {}
     for worker, held in sorted(world.held.items()):
-        if worker % P in held or world.running is None:
+        if world.running is None or _has_some(world, worker):
             continue
         empty = [slot for slot in range(len(world.plan.workers)) if slot % P in held and not _own(world, slot)]
         chosen = next((slot for slot in empty if slot not in found), None)
@@ -189,9 +202,15 @@ def _arrivals(world: World, runners: Mapping[int, tuple[int, ...]]) -> list[tupl
     free, found = vacant(world), []
     for worker in newcomers(world):
         slot = min(free, key=lambda slot: (slot != worker, len(runners[slot % world.plan.stages]), slot))
-        free.remove(slot)
-        found.append((worker, slot % world.plan.stages))
-    return found
+        theirs = [other for other in free if world.posts[other] == world.posts[slot]]
+        free = [other for other in free if other not in theirs]
+        found += [(worker, other % world.plan.stages) for other in theirs]
+    some = [slot for slot in free if _has_some(world, world.posts[slot])]  # who has some of its stages gets the others
+    return found + [(world.posts[slot], slot % world.plan.stages) for slot in some]
+
+
+def _has_some(world: World, worker: int) -> bool:
+    return not world.held.get(worker, frozenset()).isdisjoint(world.plan.stages_of(worker))
 
 
 def _stand_ins(world: World) -> dict[int, int]:
@@ -207,7 +226,8 @@ def _stand_ins(world: World) -> dict[int, int]:
         if world.strategy not in SHADOWING and peers:
             continue
         taken = {worker for full, worker in found.items() if full % P == stage}
-        able = [w for w, held in world.held.items() if stage in held and w % P != stage and w not in taken]
+        posted = world.posts[stage::P]
+        able = [w for w, held in world.held.items() if stage in held and w not in posted and w not in taken]
         if able:
             found[slot] = min(able, key=lambda other: (_stranger(world, slot, other), load[other], other))
             load[found[slot]] += 1
@@ -223,7 +243,7 @@ def _stranger(world: World, slot: int, other: int) -> tuple[bool, bool, int]:
 
 def _runners(world: World, stage: int, stand_ins: Mapping[int, int]) -> tuple[int, ...]:
     P = world.plan.stages
-    own = [slot for slot in range(stage, len(world.plan.workers), P) if _own(world, slot)]
+    own = [world.posts[slot] for slot in range(stage, len(world.plan.workers), P) if _own(world, slot)]
     return tuple(sorted({*own, *(worker for slot, worker in stand_ins.items() if slot % P == stage)}))
 
 
@@ -234,11 +254,16 @@ def _plan(world: World, runners: Mapping[int, tuple[int, ...]], stand_ins: Mappi
     if not failed:
         return full
     moved = _moved(world)
-    if stand_ins == moved and full.segments == full.stages:
+    if stand_ins == moved and _plain(full):
         left = set(failed) - set(moved)
         return _renamed(world.plans.best(_case(world, left)).plan if left else full, world, moved)
-    split = any(action.kind is Kind.W for row in full.workers for action in row)
-    return _merged(world, runners, stand_ins, split)
+    halved = any(action.kind is Kind.W for row in full.workers for action in row)
+    return merged(full, runners, _home(world, stand_ins), world.costs, halved=halved)
+
+
+def _plain(full: Plan) -> bool:
+    """Whether every worker has one segment: what the re-routing planner plans for."""
+    return full.segments == full.stages and not full.held
 
 
 def _case(world: World, failed: Collection[int]) -> Case:
@@ -268,7 +293,7 @@ def _renamed(plan: Plan, world: World, moved: Mapping[int, int]) -> Plan:
 def ahead(world: World) -> Iterator[Rerouted]:
     """Plans for the loss of any one more worker, made one at a time: then they are there when it happens."""
     full = world.plan
-    if world.strategy in SHADOWING or full.segments != full.stages or full.pipelines == 1:
+    if world.strategy in SHADOWING or not _plain(full) or full.pipelines == 1:
         return
     failed = {slot for slot in range(len(full.workers)) if not _own(world, slot)} - set(_moved(world))
     yield from world.plans.next(_case(world, failed))
@@ -277,7 +302,7 @@ def ahead(world: World) -> Iterator[Rerouted]:
 def _moves(world: World, stand_ins: Mapping[int, int]) -> list[tuple[int, int]]:
     """(worker, stage): who should leave its stage for another, so that the holes are where they hurt least."""
     full = world.plan
-    if world.strategy in SHADOWING or full.segments != full.stages or full.pipelines == 1 or stand_ins:
+    if world.strategy in SHADOWING or not _plain(full) or full.pipelines == 1 or stand_ins:
         return []
     if newcomers(world):
         return []
@@ -288,19 +313,21 @@ def _moves(world: World, stand_ins: Mapping[int, int]) -> list[tuple[int, int]]:
     return [(move.source.pipeline * full.stages + move.source.stage, move.target.stage) for move in normal.moves]
 
 
-def _merged(world: World, runners: Mapping[int, tuple[int, ...]], stand_ins: Mapping[int, int], split: bool) -> Plan:
-    """A plan in which workers run several stages."""
-    full = world.plan
+def merged(
+    full: Plan,
+    runners: Mapping[int, tuple[int, ...]],
+    home: Mapping[tuple[int, int], int],
+    costs: Costs,
+    *,
+    halved: bool,
+) -> Plan:
+    """A plan of the shape of another, in which workers run several stages. Backward is split where it was (`halved`),
+    and where that makes it shorter."""
     floor = Floor(
-        stages=full.stages,
-        segments=full.segments,
-        workers=len(full.workers),
-        runners=runners,
-        costs=world.costs,
-        ahead=0,
+        stages=full.stages, segments=full.segments, workers=len(full.workers), runners=runners, costs=costs, ahead=0
     )
-    lots = whole_step(full.segments, full.micro_batches, split=split)
-    placed = place(lots, floor, _home(world, stand_ins))
+    steps = (whole_step(full.segments, full.micro_batches, split=split) for split in sorted({halved, True}))
+    placed = min((place(lots, floor, home) for lots in steps), key=lambda placed: placed.makespan)
     stages = [tuple(stage for stage, who in runners.items() if slot in who) for slot in range(len(full.workers))]
     lists = [[task.action for task in row] for row in placed.lists]
     try:
@@ -317,7 +344,7 @@ def _with_updates(full: Plan, lists: list[list[Action]], stages: list[tuple[int,
     others = tuple((slot, held) for slot, held in enumerate(stages) if held and held != (slot % full.stages,))
     failed = tuple(slot for slot, row in enumerate(rows) if not row)
     shape = (full.pipelines, full.stages, full.segments, full.micro_batches)
-    return Plan("merged", *shape, rows, failed, others)
+    return Plan("merged", *shape, rows, failed, others, full.shares)
 
 
 def _row(actions: list[Action], stages: tuple[int, ...], full: Plan, early: bool) -> tuple[Action, ...]:
@@ -348,7 +375,8 @@ def _replicas(world: World, runners: Mapping[int, tuple[int, ...]]) -> tuple[Rep
         holders = {*runners[stage], *(replica.slot for replica in found if replica.stage == stage)}
         able = [slot for slot in world.held if slot not in holders and slot not in world.leaving]
         if len(holders - world.leaving) <= enough and able and world.strategy != "none":
-            chosen = min(able, key=lambda slot: (load[slot], (stage - slot) % world.plan.stages, slot))
+            near = {world.zones.get(slot) for slot in holders} - {None}
+            chosen = min(able, key=lambda w: (world.zones.get(w) in near, load[w], (stage - w) % world.plan.stages, w))
             load[chosen] += 1
             found.append(Replica(stage, chosen, _source(world, runners[stage], chosen), fresh=True))
     return tuple(found)

@@ -47,6 +47,10 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     """What I (or B) made lies here."""
     sums: tuple[tuple[int, int], ...] = ()
     """(step, segment): the complete sum is here."""
+    shaped: int = 0
+    """The epoch whose shape all this is numbered by (see Epoch.shaped)."""
+    layers: dict[int, tuple[int, ...]] = {}
+    """By step that weights are for: the layers that are here so, whatever the shape."""
 
 
 class Lot(NamedTuple):

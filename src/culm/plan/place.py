@@ -5,29 +5,24 @@ first, then what another segment waits for, and W last; or, by the other rule, w
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
+from culm.plan.divide import able, divided
+from culm.plan.edges import Task
+from culm.plan.least import Outlook
 from culm.plan.lineage import Cell, Lot
+from culm.plan.shorten import shortened
 from culm.schedule import UNIT, Action, Costs, Kind
 from culm.schedule.timing import prices, sends
 
 _RANK = {Kind.I: 0, Kind.B: 0, Kind.F: 1, Kind.W: 2}
 _Ready: TypeAlias = tuple[tuple[float, ...], int]
 """What a task is ordered by, and the number of its lot."""
-
-
-class Task(NamedTuple):
-    """An action of a step, on the list of a worker."""
-
-    step: int
-    action: Action
-    again: bool = False
-    """For its output alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,40 +61,44 @@ def place(
     `home` names, by (segment, micro-batch), the worker that runs what no tape binds to another. `by_chain` prefers the
     action that the longest chain of others hangs on.
     """
-    return _Pass(lots, floor, home or {}, by_chain).run()
+    return _Pass(lots, floor, _homes(lots, home or {}), by_chain).run()
 
 
-def best(lots: Sequence[Lot], floor: Floor, home: Mapping[tuple[int, int], int]) -> Placed:
+_UNKNOWN = Outlook()
+
+
+def best(lots: Sequence[Lot], floor: Floor, home: Mapping[tuple[int, int], int], rest: Outlook = _UNKNOWN) -> Placed:
     """The shortest of several passes, by both rules: with everything at home that is at home with its own stage, with
-    nothing at home, and with the work divided evenly beforehand. The first of equals is taken."""
+    nothing at home, and with the work divided evenly beforehand; and these once more with their lists shortened. The
+    first of equals is taken, and nothing more is tried once one comes to the bound."""
     own = {cell: worker for cell, worker in home.items() if worker % floor.stages == cell[0] % floor.stages}
-    homes: tuple[Mapping[tuple[int, int], int], ...] = (own, {}, _divided(lots, floor))
-    return min(
-        (place(lots, floor, each, by_chain=by_chain) for each in homes for by_chain in (False, True)),
-        key=lambda placed: placed.makespan,
-    )
+    found: list[Placed] = []
+    for placed in _tries(lots, floor, own, rest, found):
+        found.append(placed)
+        if placed.makespan <= rest.bound + 1e-9:
+            break
+    return min(found, key=lambda placed: placed.makespan)
 
 
-def _divided(lots: Sequence[Lot], floor: Floor) -> dict[tuple[int, int], int]:
-    """A home for all that no tape binds: each goes to the runner of its stage that has least to do so far."""
-    price = prices(floor.costs, floor.segments)
-    loads: defaultdict[int, float] = defaultdict(float)
-    home: dict[tuple[int, int], int] = {}
-    for lot in sorted(lots, key=lambda lot: (lot.holder is None, lot.cell.step, lot.cell.micro, lot.cell.segment)):
-        worker = lot.holder
-        if worker is None:
-            runners = floor.runners[lot.cell.segment % floor.stages]
-            worker = home[lot.cell[1:]] = min(runners, key=lambda each: (loads[each], each))
-        loads[worker] += sum(price[kind][lot.cell.segment] for kind in lot.kinds)
-    return home
+def _tries(
+    lots: Sequence[Lot], floor: Floor, own: Mapping[tuple[int, int], int], rest: Outlook, found: Sequence[Placed]
+) -> Iterator[Placed]:
+    for way in ("own", "anywhere", "divided"):
+        homes = _homes(lots, own) if way == "own" else divided(lots, floor, rest.idle) if way == "divided" else {}
+        for by_chain in (False, True):
+            yield _Pass(lots, floor, homes, by_chain).run()
+    for placed in sorted(found, key=lambda placed: placed.makespan):
+        yield Placed(*shortened(placed.lists, floor, rest.bound))
+
+
+def _homes(lots: Sequence[Lot], home: Mapping[tuple[int, int], int]) -> dict[Lot, int]:
+    return {lot: home[lot.cell[1:]] for lot in lots if lot.holder is None and lot.cell[1:] in home}
 
 
 class _Pass:
     """A simulation. Events are (time, number, what): that a worker is free, or that a lot may go on."""
 
-    def __init__(
-        self, lots: Sequence[Lot], floor: Floor, home: Mapping[tuple[int, int], int], by_chain: bool = False
-    ) -> None:
+    def __init__(self, lots: Sequence[Lot], floor: Floor, home: Mapping[Lot, int], by_chain: bool = False) -> None:
         self.lots, self.floor, self.home = lots, floor, home
         self.price = prices(floor.costs, floor.segments)
         self.send = sends(floor.costs, floor.segments)
@@ -213,11 +212,9 @@ class _Pass:
         order = (lot.cell.step, rank, lot.cell.micro, number)
         worker = self.runner[number]
         if worker is None:
-            worker = self.home.get(lot.cell[1:])
-            stage = self._stage(lot)
-            able = tuple(self.floor.runners[stage]) + (tuple(self.floor.others.get(stage, ())) if lot.again else ())
-            if worker not in able:
-                heappush(self.shared.setdefault(able, []), (order, number))
+            worker, those = self.home.get(lot), able(lot, self.floor)
+            if worker not in those:
+                heappush(self.shared.setdefault(those, []), (order, number))
                 return
         heappush(self.bound[worker], (order, number))
 
@@ -229,7 +226,7 @@ class _Pass:
                 self._start(worker, heappop(queue)[1], now)
 
     def _best(self, worker: int) -> list[_Ready] | None:
-        queues = [self.bound[worker], *(queue for able, queue in self.shared.items() if worker in able)]
+        queues = [self.bound[worker], *(queue for those, queue in self.shared.items() if worker in those)]
         open_queues = [queue for queue in queues if queue and self._has_room(worker, queue[0][1])]
         if not open_queues and queues[0]:
             return self._past_forwards(worker)
@@ -245,12 +242,12 @@ class _Pass:
     def _past_forwards(self, worker: int) -> list[_Ready] | None:
         """The forwards in front have no room: take what can be run behind them."""
         queue = self.bound[worker]
-        able = [entry for entry in queue if self._has_room(worker, entry[1])]
-        if not able:
+        behind = [entry for entry in queue if self._has_room(worker, entry[1])]
+        if not behind:
             return None
-        best = min(able)
-        queue.remove(best)
-        return [best]
+        first = min(behind)
+        queue.remove(first)
+        return [first]
 
     def _start(self, worker: int, number: int, now: float) -> None:
         lot = self.lots[number]

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 Kind: TypeAlias = Literal["stay", "fill", "grow", "shrink", "depth", "uneven"]
+MOVING: tuple[Kind, ...] = ("shrink", "depth", "uneven")
+"""Kinds in which layers go to new holders."""
 
 
 class Layout(NamedTuple):
@@ -136,14 +138,25 @@ def _uneven(nodes: int, pipelines: int) -> tuple[int, ...]:
     return tuple(nodes // pipelines + (i < nodes % pipelines) for i in range(pipelines))
 
 
-def decide(state: State, outlook: Outlook, now: float, *, depths: Iterable[int] = ()) -> tuple[Decision, str]:
-    """The layout that will have trained most when the next loss is due; of equals that with less to move.
+def decide(
+    state: State,
+    outlook: Outlook,
+    now: float,
+    *,
+    depths: Iterable[int] = (),
+    among: Mapping[Layout, Kind] | None = None,
+    near: float = 0.0,
+) -> tuple[Decision, str]:
+    """The layout that will have trained most when the next loss is due; of equals that with less to move. `among` are
+    those to choose from: by default what `layouts` lists. Where layers have to move anyway, layouts that are worth the
+    same but for a share of `near` count as equal, and the one that leaves the fewest nodes idle is taken.
 
     Where a stage is down to one holder and a node stands by, a hole there is filled whatever it gains: the next loss
     could take the layers away. Raises PlanError when the model can not be held at all.
     """
     left_s = max(0.0, outlook.next_event - now)
-    offers = {layout: kind for layout, kind in layouts(state, depths).items() if layout in outlook.steps}
+    known = layouts(state, depths) if among is None else among
+    offers = {layout: kind for layout, kind in known.items() if layout in outlook.steps}
     if not offers:
         raise PlanError(
             f"no layout of {count(len(state.alive), 'node')} has a step time: give Outlook.steps those that "
@@ -154,6 +167,9 @@ def decide(state: State, outlook: Outlook, now: float, *, depths: Iterable[int] 
     if filled and endangered:
         return _decision(state, filled[0], "fill"), f"stage {endangered[0]} has one holder left: protection first"
     best = max(offers, key=lambda layout: worth[layout])  # the first of equals, and these are in order of effort
+    if offers[best] in MOVING:
+        equal = [each for each in offers if offers[each] in MOVING and worth[each] >= (1 - near) * worth[best]]
+        best = max(equal, key=lambda layout: layout.nodes)
     return _decision(state, best, offers[best]), _why(best, offers, worth, left_s)
 
 
@@ -202,7 +218,14 @@ def bamboo(state: State, _outlook: Outlook, _now: float) -> tuple[Decision, str]
     return _decision(state, layout, kinds[change]), why
 
 
-POLICIES: Mapping[str, Policy] = {"cost": decide, "bamboo": bamboo}
+def never(state: State, _outlook: Outlook, _now: float) -> tuple[Decision, str]:
+    """Leave everything as it is, but for holes that somebody standing by can fill."""
+    offers = layouts(state)
+    filled = next((layout for layout, kind in offers.items() if kind == "fill"), state.layout)
+    return _decision(state, filled, offers[filled]), "other shapes are not looked at"
+
+
+POLICIES: Mapping[str, Policy] = {"cost": decide, "bamboo": bamboo, "never": never}
 """By name."""
 
 

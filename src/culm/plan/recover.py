@@ -13,9 +13,11 @@ from functools import partial
 
 import msgspec
 
+from culm.plan.edges import Task
 from culm.plan.handover import Ordered, Part, in_time, order, parts, staying_first
+from culm.plan.least import outlook
 from culm.plan.lineage import Cell, Missing, Standing, lineage
-from culm.plan.place import Floor, Task
+from culm.plan.place import Floor
 from culm.schedule import UNIT, Action, Costs, Kind
 from culm.schedule.action import BACKWARD
 
@@ -42,6 +44,8 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
     """How many of the actions had been finished before by somebody, as far as survivors saw."""
     length: float = 0.0
     """How long the placed actions take, in the unit of the costs."""
+    bound: float = 0.0
+    """No placement takes less."""
 
     def tasks(self, slot: int) -> list[Task]:
         return [Task(step, Action.parse(action), again) for step, action, again in self.lists[slot]]
@@ -141,10 +145,12 @@ def recover(scene: Scene, standings: Mapping[int, Standing]) -> Recovery:
         lineage, steps=steps, segments=scene.segments, micro_batches=scene.micro_batches, dropped=scene.dropped
     )
 
+    rest = outlook(asked(usable, split=True).lots, floor)
+
     def attempt(found: Mapping[int, Standing]) -> tuple[Missing, Ordered]:
         ways = (True,) if scene.split else (False, True)
         tried = [asked(found, split=split) for split in ways]
-        placed = [(missing, order(missing.lots, floor, scene.home, scene.leaving)) for missing in tried]
+        placed = [(missing, order(missing.lots, floor, scene.home, scene.leaving, rest)) for missing in tried]
         return min(placed, key=lambda pair: pair[1].makespan)
 
     missing, placed = in_time(usable, scene.leaving, scene.patience, attempt)
@@ -160,6 +166,7 @@ def recover(scene: Scene, standings: Mapping[int, Standing]) -> Recovery:
         dropped={step: scene.dropped[step] for step in steps if scene.dropped.get(step)},
         redone=_redone(placed.lists, standings, scene.leaving),
         length=placed.makespan,
+        bound=rest.bound,
     )
 
 

@@ -46,6 +46,10 @@ class PrivateEtcd:
         return Access(endpoints=(self._url,), user="root" if self._password else "", password=self._password)
 
     @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
     def pid(self) -> int:
         assert self._process is not None
         return self._process.pid

@@ -9,26 +9,36 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
-from culm.cluster.setup import Request, Setup, encode
-from culm.cluster.store import MemoryStore, StoreServer
-from culm.errors import RunError
+from culm.cluster.sealed import wire_secret
+from culm.cluster.setup import JobReference, Request, Setup, encode
+from culm.errors import CulmError, RunError
 from culm.providers import nursery as side
 from culm.providers.base import Gone
+from culm.providers.etcd import PrivateEtcd
 from culm.providers.nursery import Exited, JobSource, Load, Loaded, Progress, Refused, Start, Stop, refused
 from culm.providers.run import LocalRun
-from culm.transport.sockets import SocketTransport
+from culm.providers.stores import Place, in_etcd, in_launcher
+from culm.providers.strike import Board
 
-__all__ = ["LocalNursery", "LocalProvider", "LocalRun", "local_run"]
+if TYPE_CHECKING:
+    from culm.cluster.etcd import Access
+    from culm.cluster.store import Store
+
+__all__ = ["LocalNursery", "LocalProvider", "LocalRun", "Shared", "local_run"]
 
 Told = Callable[[str, int, int], None]
 """Progress of something long: what, how much is done, of how much."""
+Opened: TypeAlias = "tuple[Store, Place, bytes]"
+"""A store, how nodes reach it, and what they prove to each other."""
 _PATIENCE_S = 10.0
 _runs = itertools.count()
 """A nursery may serve several runs, one after the other: the end of a node says which one it was of."""
@@ -42,16 +52,34 @@ class LocalNursery:
 
     def __init__(self, *, stdout: int | None = None, stderr: int | None = None) -> None:
         self._pipe, theirs = Pipe()
+        self.board = Board()
+        """What the nodes know of each other, and the launcher of them, without asking."""
+        passed = [theirs.fileno(), self.board.descriptor]
         self._process = subprocess.Popen(
             # Unbuffered, since a node may end without notice and what it printed should not be lost with it.
-            [sys.executable, "-u", "-m", "culm.providers.nursery", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
+            [sys.executable, "-u", "-m", "culm.providers.nursery", *map(str, passed)],
+            pass_fds=passed,
             start_new_session=True,
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr,
         )
         theirs.close()
+
+        self.private: PrivateEtcd | None = None
+        """The etcd of its runs, once there was one."""
+
+    async def etcd(self, note: Callable[[str], None] = lambda _: None) -> Access | None:
+        """The private etcd of all runs of this nursery, which ends with it. None: there is none on this machine; then
+        the store is kept in the launcher, and `note` is told so."""
+        if self.private is not None and self.private.running:
+            return self.private.access
+        try:
+            self.private = await PrivateEtcd().__aenter__()
+        except CulmError as error:
+            note(f"the store is kept in this process: {error}")
+            return None
+        return self.private.access
 
     @property
     def pid(self) -> int:
@@ -82,6 +110,9 @@ class LocalNursery:
         self._pipe.close()
         self.kill()
         self._process.wait()
+        self.board.close()
+        if self.private is not None:
+            self.private.close()
 
     def kill(self) -> None:
         """End all its processes at once. The group outlives a nursery that was killed and left children behind."""
@@ -115,6 +146,19 @@ class LocalProvider:
                 return Gone(report.node, report.status)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """A run that other machines take part in, by `culm agent`."""
+
+    access: Access
+    job: str
+    secret: bytes
+    local: int = 0
+    """Nodes that this machine provides itself."""
+    host: str = "127.0.0.1"
+    """Where others reach those."""
+
+
 @asynccontextmanager
 async def local_run(
     nursery: LocalNursery,
@@ -124,38 +168,100 @@ async def local_run(
     told: Told = lambda *_: None,
     prepared: Callable[[Setup], None] = lambda _: None,
     ports: tuple[int, int] | None = None,
+    shared: Shared | None = None,
+    grace_s: float = 30.0,
 ) -> AsyncIterator[LocalRun]:
-    """Load the job, start its nodes, and give the run to the caller; afterwards no node is left."""
-    nursery.order(Load(source, request))
-    setup = await _loaded(nursery, told)
-    prepared(setup)
+    """Load the job, start its nodes, and give the run to the caller; afterwards no node of this machine is left.
+
+    UsageError: the request, the job or the etcd of a shared run is wrong; nothing was started. `grace_s`: what a notice
+    to one of its nodes leaves.
+    """
+    number = next(_runs)
+    kept = _private(nursery, f"run-{number}", request, told) if shared is None else _shared(shared, request, told)
+    async with kept as opened:
+        nursery.order(Load(source, request, identify=shared is not None))
+        loaded = await _loaded(nursery, told)
+        setup = loaded.setup
+        prepared(setup)
+        store, place, secret = await opened
+        order = Start(0, place, secret, ports=ports, neighbours=setup.nodes, run=number, kills=setup.kills)
+        order = msgspec.structs.replace(order, renews=setup.renews, grace_s=grace_s)
+        if shared is None:
+            run = LocalRun(setup, store, LocalProvider(nursery, order))
+        else:
+            order = msgspec.structs.replace(order, host=shared.host, neighbours=max(1, shared.local))
+            run = LocalRun(setup, store, LocalProvider(nursery, order), alone=False)
+        await store.put("setup", encode(setup))
+        if shared is not None:
+            await store.put("job", encode(JobReference(source.reference, source.overrides, loaded.identity)))
+        async with led(run, setup.nodes if shared is None else shared.local):
+            yield run
+
+
+@asynccontextmanager
+async def _private(nursery: LocalNursery, job: str, request: Request, told: Told) -> AsyncIterator[Awaitable[Opened]]:
+    """The store of a run of this machine alone; it is opened while torch is imported."""
     secret = os.urandom(32)
-    transport = SocketTransport(secret=secret)
-    keys = MemoryStore()
-    keys.write("setup", encode(setup))
-    order = Start(0, transport.address, secret, ports=ports, neighbours=setup.nodes, run=next(_runs), kills=setup.kills)
-    run = LocalRun(setup, keys.client("launcher"), LocalProvider(nursery, order))
-    tasks = [asyncio.create_task(StoreServer(keys, transport).serve()), asyncio.create_task(run.follow())]
+
+    async def opened() -> Opened:
+        access = await nursery.etcd(lambda sentence: told(sentence, 0, 0))
+        kept = in_launcher(secret) if access is None else in_etcd(access, job, request.suspect_after)
+        return *await stack.enter_async_context(kept), secret
+
+    async with AsyncExitStack() as stack:
+        opening = asyncio.create_task(opened())
+        try:
+            yield opening
+        finally:
+            opening.cancel()
+            await asyncio.gather(opening, return_exceptions=True)
+
+
+@asynccontextmanager
+async def _shared(shared: Shared, request: Request, told: Told) -> AsyncIterator[Awaitable[Opened]]:
+    """The store of a run of several machines: what is wrong with it is said before anything else takes its time."""
+    kept = in_etcd(
+        shared.access, shared.job, request.suspect_after, shared.secret, note=lambda sentence: told(sentence, 0, 0)
+    )
+    async with kept as (store, place):
+
+        async def opened() -> Opened:
+            return store, place, wire_secret(shared.secret, shared.job)
+
+        yield asyncio.create_task(opened())
+
+
+@asynccontextmanager
+async def led(run: LocalRun, nodes: int) -> AsyncIterator[None]:
+    """Start nodes, and follow the run and them; afterwards the run has ended, and our nodes with it."""
+    tasks = [asyncio.create_task(run.follow())]
     try:
-        await run.nodes.start(setup.nodes)
+        await run.nodes.start(nodes)
         tasks.append(watching := asyncio.create_task(run.nodes.watch()))
-        yield run
-        if not run.ended:
-            run.fail("the launcher ended the run")
+        yield
+        run.fail("the launcher ended the run")
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(asyncio.shield(watching), _PATIENCE_S)
     finally:
+        if not run.alone:
+            await _dismiss(run)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await transport.close()
 
 
-async def _loaded(nursery: LocalNursery, told: Told) -> Setup:
+async def _dismiss(run: LocalRun) -> None:
+    """Let nodes of other machines hear that the run has ended, before its keys go."""
+    run.fail("the launcher ended the run")
+    with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(run.deserted(), _PATIENCE_S)
+
+
+async def _loaded(nursery: LocalNursery, told: Told) -> Loaded:
     while True:
         match await nursery.report():
-            case Loaded(setup):
-                return setup
+            case Loaded() as loaded:
+                return loaded
             case Refused() as report:
                 raise refused(report)
             case Progress(text, done, total):

@@ -9,14 +9,14 @@ import os
 import signal
 import sys
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
-from culm.cluster.agent import Agent
-from culm.cluster.notice import SignalNotice
-from culm.cluster.store import RemoteStore
+from culm.cluster.agent import Agent, StartWorker
+from culm.cluster.notice import AnyNotice, SignalNotice, notice_source
 from culm.providers.base import REJOIN
+from culm.providers.cradle import Born, Cradle, die_with
 from culm.providers.nursery import NVML_CHECK, Start, fork, readable
+from culm.providers.stores import joined
 from culm.providers.strike import Board, Striker
 from culm.runtime.clock import RealClock
 from culm.runtime.fingerprint import fingerprint
@@ -26,49 +26,66 @@ from culm.transport.sockets import SocketTransport
 if TYPE_CHECKING:
     from culm.job import Job
 
-_PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_KEPT = 32 << 20
 """Bytes: the most that glibc takes for the second of them."""
 
 
-def run_node(job: Job, order: Start, board: Board | None = None) -> None:
-    """The agent's process, from its first moment to its last. The board belongs to the kills of the order."""
+def run_node(job: Job, order: Start, board: Board) -> None:
+    """The agent's process, from its first moment to its last."""
     # A notice may come before anybody waits for it. The worker goes on until its agent ends it.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    ours, theirs = Pipe()
-    agent = os.getpid()
-    clock = RealClock(None if board is None else Striker(order.kills, board))
+    clock = RealClock(Striker(order.kills, board))
 
-    def child() -> None:
-        ours.close()
-        _die_with(agent)
-        _run_worker(job, order, theirs, clock)
+    def born(address: str) -> None:
+        _run_worker(job, order, address, clock)
 
-    worker = fork(child)
-    theirs.close()
-    if not asyncio.run(_agent(job, order, ours, worker, clock)):
+    if order.renews:
+        ended = asyncio.run(_agent(job, order, Cradle(born).run, clock))
+    else:
+        ended = _with_one_worker(job, order, born, clock)
+    if not ended:
         sys.exit(REJOIN)
 
 
-async def _agent(job: Job, order: Start, pipe: Connection, worker: int, clock: RealClock) -> bool:
-    """Whether the run has ended."""
-    transport = _transport(order)
-    store = RemoteStore(order.store, transport)
+def _with_one_worker(job: Job, order: Start, born: Born, clock: RealClock) -> bool:
+    """The usual node: its worker is forked now, and the node ends with it."""
+    ours, theirs = Pipe()
+    agent = os.getpid()
+
+    def child() -> None:
+        ours.close()
+        die_with(agent)
+        born(theirs.recv_bytes().decode())
+
+    worker = fork(child)
+    theirs.close()
 
     async def start_worker(address: str) -> None:
-        pipe.send_bytes(address.encode())
+        ours.send_bytes(address.encode())
         await _ended(worker)
 
-    agent = Agent(job, order.node, fingerprint(job), transport, clock, store, start_worker, SignalNotice())
     try:
-        return await agent.run()
+        return asyncio.run(_agent(job, order, start_worker, clock))
     finally:
         _kill(worker)
+
+
+async def _agent(job: Job, order: Start, start_worker: StartWorker, clock: RealClock) -> bool:
+    """Whether the run has ended."""
+    transport = _transport(order)
+    try:
+        async with joined(order.place, transport, clock) as (store, prober):
+            seams = (transport, clock, store)
+            notices = AnyNotice(SignalNotice(order.grace_s), notice_source(order.notice, clock))
+            rest = (start_worker, notices)
+            agent = Agent(job, order.node, fingerprint(job), *seams, *rest, prober=prober, zone=order.zone)
+            return await agent.run()
+    finally:
         await transport.close()
 
 
-def _run_worker(job: Job, order: Start, pipe: Connection, clock: RealClock) -> None:
+def _run_worker(job: Job, order: Start, address: str, clock: RealClock) -> None:
     import torch
 
     # Only the nursery must look for GPUs that way: it takes milliseconds, and optimizers look at every step.
@@ -77,7 +94,6 @@ def _run_worker(job: Job, order: Start, pipe: Connection, clock: RealClock) -> N
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nor need autograd ask a GPU's driver at every call
     torch.set_num_threads(job.threads)
     _keep_memory()
-    address = pipe.recv_bytes().decode()
 
     async def main() -> None:
         transport = _transport(order, look_out=_look_out(order.neighbours))
@@ -109,13 +125,6 @@ def _keep_memory() -> None:
     if mallopt is not None:
         mallopt(_M_TRIM_THRESHOLD, -1)
         mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT)
-
-
-def _die_with(parent: int) -> None:
-    """The kernel ends this process when its agent ends, however that comes about."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 async def _ended(pid: int) -> None:

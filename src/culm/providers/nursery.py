@@ -27,6 +27,7 @@ from culm import errors
 from culm.cluster.setup import Request, Setup
 from culm.errors import CulmError, RunError
 from culm.job import Job
+from culm.providers.stores import Place
 from culm.providers.strike import Board
 
 _REAP_S = 0.2
@@ -48,13 +49,22 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
 
     source: JobSource
     request: Request
+    identify: bool = False
+    """Whether other machines will have to compare themselves with this one."""
+
+
+class Meet(msgspec.Struct, frozen=True, tag="meet"):
+    """Import a job that others run, and see whether this machine agrees with them."""
+
+    source: JobSource
+    identity: dict[str, str]
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
     """Fork a node."""
 
     node: int
-    store: str
+    place: Place
     secret: bytes
     host: str = "127.0.0.1"
     ports: tuple[int, int] | None = None
@@ -64,6 +74,12 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     kills: tuple[str, ...] = ()
     """Blows that the nodes of the run strike themselves with."""
     zone: str = ""
+    renews: bool = False
+    """Whether its worker may be ended and started anew."""
+    notice: str = "none"
+    """Who tells of a spot notice, beside SIGTERM."""
+    grace_s: float = 30.0
+    """What SIGTERM leaves."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
@@ -76,6 +92,11 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
 
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
     setup: Setup
+    identity: dict[str, str] = {}
+
+
+class Met(msgspec.Struct, frozen=True, tag="met"):
+    """This machine agrees."""
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
@@ -102,8 +123,8 @@ class Exited(msgspec.Struct, frozen=True, tag="exited"):
     run: int = 0
 
 
-Order: TypeAlias = Load | Start | Stop
-Report: TypeAlias = Loaded | Progress | Refused | Exited
+Order: TypeAlias = Load | Meet | Start | Stop
+Report: TypeAlias = Loaded | Met | Progress | Refused | Exited
 _encode = msgspec.msgpack.Encoder().encode
 _orders = msgspec.msgpack.Decoder(Order)
 reports = msgspec.msgpack.Decoder(Report)
@@ -113,13 +134,11 @@ orders = _encode
 class Nursery:
     """The nursery's own side of the pipe."""
 
-    def __init__(self, pipe: Connection) -> None:
-        self._pipe = pipe
+    def __init__(self, pipe: Connection, board: Board) -> None:
+        self._pipe, self._board = pipe, board
         self._job: Job | None = None
         self._nodes: dict[int, Start] = {}
         """By process id of the agent."""
-        self._boards: dict[int, Board] = {}
-        """By run: what nodes that are to be struck know of each other."""
         self._deadlines: dict[int, float] = {}
         """By process id of the agent: when a notice has run out."""
 
@@ -137,39 +156,46 @@ class Nursery:
     def _obey(self, order: Order) -> None:
         if isinstance(order, Start):
             self._start(order)
-            return
-        if isinstance(order, Stop):
+        elif isinstance(order, Stop):
             self._stop(order)
-            return
-        try:
-            self._job = _load(order.source)
-        except CulmError as error:
-            self._pipe.send_bytes(_encode(_refusal(error)))
-            return
-        self._prepare(order.request)
+        else:
+            self._load(order)
 
-    def _prepare(self, request: Request) -> None:
+    def _load(self, order: Load | Meet) -> None:
+        try:
+            job = self._job = _load(order.source)
+        except CulmError as error:
+            self._report(_refusal(error))
+            return
+        self._aside(lambda: self._prepared(job, order) if isinstance(order, Load) else _met(job, order))
+
+    def _prepared(self, job: Job, order: Load) -> Loaded:
+        from culm.cluster.prepare import prepare
+
+        def told(text: str, done: int, total: int) -> None:
+            self._report(Progress(text, done, total))
+
+        setup = prepare(job, order.request, progress=told)
+        return Loaded(setup, _identity(job, order.source) if order.identify else {})
+
+    def _aside(self, made: Callable[[], Report]) -> None:
         """In a child, since trying the layers out may start threads or a GPU, after which forking is unsafe."""
-        assert self._job is not None
-        job = self._job
 
         def child() -> None:
-            from culm.cluster.prepare import prepare
-
-            def told(text: str, done: int, total: int) -> None:
-                self._pipe.send_bytes(_encode(Progress(text, done, total)))
-
             try:
-                self._pipe.send_bytes(_encode(Loaded(prepare(job, request, progress=told))))
+                self._report(made())
             except Exception as error:
-                self._pipe.send_bytes(_encode(_refusal(error)))
+                self._report(_refusal(error))
 
         _, status = os.waitpid(fork(child), 0)
         if os.WIFSIGNALED(status):
             text = (
                 f"trying the layers out ended with signal {os.WTERMSIG(status)}: is there enough memory for one layer?"
             )
-            self._pipe.send_bytes(_encode(Refused("RunError", text, "")))
+            self._report(Refused("RunError", text, ""))
+
+    def _report(self, report: Report) -> None:
+        self._pipe.send_bytes(_encode(report))
 
     def _start(self, order: Start) -> None:
         job = self._job
@@ -179,13 +205,11 @@ class Nursery:
             from culm.providers.node import run_node
 
             self._pipe.close()
-            run_node(job, order, board)
+            run_node(job, order, self._board)
 
-        board = self._boards.setdefault(order.run, Board()) if order.kills else None
         agent = fork(child)
         self._nodes[agent] = order
-        if board is not None:
-            board.enter(order.node, agent)
+        self._board.enter(order.node, agent)
 
     def _stop(self, order: Stop) -> None:
         """A node that has ended and was not reaped yet keeps its process id: nobody else is ever struck."""
@@ -209,8 +233,7 @@ class Nursery:
                 return
             if pid in self._nodes:
                 order = self._nodes.pop(pid)
-                report = Exited(order.node, os.waitstatus_to_exitcode(status), order.run)
-                self._pipe.send_bytes(_encode(report))
+                self._report(Exited(order.node, os.waitstatus_to_exitcode(status), order.run))
 
 
 def fork(child: Callable[[], None]) -> int:
@@ -271,6 +294,19 @@ def _load(source: JobSource) -> Job:
     return override(job, source.overrides)
 
 
+def _met(job: Job, order: Meet) -> Met:
+    from culm.cluster.identity import check_identity
+
+    check_identity(_identity(job, order.source), order.identity)
+    return Met()
+
+
+def _identity(job: Job, source: JobSource) -> dict[str, str]:
+    from culm.cluster.identity import identity
+
+    return identity(job, source.reference)
+
+
 def _refusal(error: Exception) -> Refused:
     trace = "".join(traceback.format_exception(error))
     if isinstance(error, CulmError):
@@ -286,7 +322,7 @@ def refused(report: Refused) -> CulmError:
     return error
 
 
-def main(descriptor: int) -> None:
+def main(descriptor: int, board: int) -> None:
     """The nursery process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's business
     for stream in (sys.stdout, sys.stderr):  # a line of a node is one write: lines of others do not come between
@@ -299,7 +335,7 @@ def main(descriptor: int) -> None:
     torch.set_num_threads(1)
     _preload()
     try:
-        Nursery(Connection(descriptor)).serve()
+        Nursery(Connection(descriptor), Board(board)).serve()
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.killpg(0, signal.SIGKILL)
@@ -318,4 +354,4 @@ def _preload() -> Any:
 
 if __name__ == "__main__":
     # Run as a module this file is __main__; the messages must be those of the importable module.
-    importlib.import_module("culm.providers.nursery").main(int(sys.argv[1]))
+    importlib.import_module("culm.providers.nursery").main(*map(int, sys.argv[1:]))

@@ -37,8 +37,9 @@ News = Lost | Came | Recovered
 class LocalRun:
     """What the store says of a run, from `follow` being started on; and the few things that a launcher says there."""
 
-    def __init__(self, setup: Setup, store: Store, provider: Provider) -> None:
-        self.setup, self.store = setup, store
+    def __init__(self, setup: Setup, store: Store, provider: Provider, *, alone: bool = True) -> None:
+        """`alone`: all nodes come from this launcher's provider."""
+        self.setup, self.store, self.alone = setup, store, alone
         self.nodes = Nodes(self, provider)
         self.lost: list[int] = []
         """Nodes that vanished while the run went on, in order."""
@@ -47,10 +48,13 @@ class LocalRun:
         self.full_steps_s: list[float] = []
         """Seconds of each step that began and ended while every slot was filled."""
         self.samples_per_step = 0
-        self._full = False
+        self._full = asyncio.Event()
+        self.epoch: letters.Epoch | None = None
         self._last_t: float | None = None
         """When the last step ended, if the epoch is still the same."""
         self._begun = asyncio.Event()
+        self._there: set[int] = set()
+        self._left = asyncio.Event()
         self._joined: set[int] = set()
         self._up: set[int] = set()
         self._recoveries = 0
@@ -83,7 +87,7 @@ class LocalRun:
         elif kind == "step":
             self._hear_of_step(msgspec.msgpack.decode(value))
         elif kind == "epoch":
-            self._full, self._last_t = _filled(value), None
+            self._hear_of_epoch(letters.decode(value))
         elif kind == "record":
             self._hear_of_recoveries(decode_recoveries(value).recoveries)
         elif kind == "result":
@@ -91,6 +95,8 @@ class LocalRun:
 
     def _hear_of_node(self, node: int, value: bytes | None) -> None:
         self._joined.add(node)
+        (self._there.discard if value is None else self._there.add)(node)
+        self._left.set()
         if value is None and not self._result.done():
             self.lost.append(node)
             self._news.put_nowait(Lost(node))
@@ -100,9 +106,14 @@ class LocalRun:
             if node >= self.setup.nodes:
                 self._news.put_nowait(Came(node))
 
+    def _hear_of_epoch(self, epoch: letters.Message) -> None:
+        assert isinstance(epoch, letters.Epoch)
+        self.epoch, self._last_t = epoch, None
+        (self._full.set if _filled(epoch) else self._full.clear)()
+
     def _hear_of_step(self, metrics: dict[str, Any]) -> None:
         self._begun.set()
-        if self._full and self._last_t is not None:
+        if self._full.is_set() and self._last_t is not None:
             self.full_steps_s.append(metrics["t"] - self._last_t)
         self.samples_per_step, self._last_t = metrics["samples"], metrics["t"]
         self._steps.put_nowait(metrics)
@@ -130,9 +141,17 @@ class LocalRun:
         """Wait for the first step to be committed."""
         await self._begun.wait()
 
+    async def filled(self) -> None:
+        """Wait until every slot has a worker that runs its stage."""
+        await self._full.wait()
+
     async def news(self) -> News:
         """The next node that came or is lost, or the next loss that the run has recovered from."""
         return await self._news.get()
+
+    def rest(self) -> list[News]:
+        """The news that nobody has asked for yet."""
+        return [self._news.get_nowait() for _ in range(self._news.qsize())]
 
     async def step(self) -> dict[str, Any] | None:
         """The metrics of the next committed step; None when the run has ended."""
@@ -144,6 +163,13 @@ class LocalRun:
     def joined(self, node: int) -> bool:
         """Whether its agent has ever been in the store: from then on, its end is noticed there."""
         return node in self._joined
+
+    async def deserted(self) -> None:
+        """Wait until the run has ended and no node is left in the store."""
+        await self.result()
+        while self._there:
+            self._left.clear()
+            await self._left.wait()
 
     async def node_up(self) -> int:
         """The number of the next node whose worker is up."""
@@ -170,9 +196,7 @@ class LocalRun:
         return await asyncio.shield(self._result)
 
 
-def _filled(epoch: bytes) -> bool:
+def _filled(epoch: letters.Epoch) -> bool:
     """Whether every slot has a worker that runs its stage."""
-    found = letters.decode(epoch)
-    assert isinstance(found, letters.Epoch)
-    plan = Plan.from_text(found.plan)
-    return None not in found.members and all(plan.stages_of(slot) for slot in range(len(found.members)))
+    plan = Plan.from_text(epoch.plan)
+    return None not in epoch.members and all(plan.stages_of(slot) for slot in range(len(epoch.members)))

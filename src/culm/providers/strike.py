@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import collections
 import contextlib
 import mmap
@@ -12,31 +13,57 @@ from collections.abc import Iterable
 
 from culm.cluster.blows import Kill
 
-_CELL = 16
-"""Bytes of a node on the board: two numbers."""
+_FIELDS = 3
+"""Numbers of a node on the board: the process of its agent, when it was struck, when its worker took an epoch over."""
 _NODES = 4096
 """More than a run on one machine ever has, with all that come and go."""
+_BYTES = 8
 
 
 class Board:
-    """The agents of a run: their process ids, and when they were struck. Make it before they are forked: it lies in
-    memory that all of them share, so a node in its last moment needs nobody's help to write there."""
+    """The nodes of a run on one machine: processes, and moments on the machine's monotonic clock.
 
-    def __init__(self) -> None:
-        self._cells = memoryview(mmap.mmap(-1, _CELL * _NODES)).cast("d")
+    It lies in memory that launcher, nursery and nodes share: a node in its last moment needs nobody's help to write
+    there. The launcher makes it; others open it by its descriptor.
+    """
+
+    def __init__(self, descriptor: int | None = None) -> None:
+        size = _FIELDS * _NODES * _BYTES
+        self.descriptor = os.memfd_create("culm-board") if descriptor is None else descriptor
+        os.ftruncate(self.descriptor, size)
+        self._memory = mmap.mmap(self.descriptor, size)
+        self._cells = memoryview(self._memory).cast("d")
+
+    def close(self) -> None:
+        self._cells.release()
+        self._memory.close()
+        os.close(self.descriptor)
 
     def enter(self, node: int, agent: int) -> None:
-        self._cells[2 * node] = agent
+        """A node begins, with nothing known of it."""
+        self._cells[_FIELDS * node : _FIELDS * (node + 1)] = array.array("d", [agent, 0.0, 0.0])
 
     def agent(self, node: int) -> int:
-        return int(self._cells[2 * node])
+        return int(self._cells[_FIELDS * node])
 
     def mark(self, node: int, now: float) -> None:
-        self._cells[2 * node + 1] = now
+        """It is struck."""
+        self._cells[_FIELDS * node + 1] = now
 
     def struck_at(self, node: int) -> float | None:
-        """On the machine's monotonic clock; None: nobody here has struck it."""
-        return self._cells[2 * node + 1] or None
+        """None: nobody here has struck it."""
+        return self._cells[_FIELDS * node + 1] or None
+
+    def adopt(self, node: int, now: float) -> None:
+        """Its worker takes an epoch over; only the first after `forget` counts."""
+        self._cells[_FIELDS * node + 2] = self._cells[_FIELDS * node + 2] or now
+
+    def adopted_at(self, node: int) -> float | None:
+        return self._cells[_FIELDS * node + 2] or None
+
+    def forget(self, node: int) -> None:
+        """From now on the next epoch counts."""
+        self._cells[_FIELDS * node + 2] = 0.0
 
 
 class Striker:
@@ -49,6 +76,8 @@ class Striker:
 
     def reached(self, node: int, step: int, action: str) -> None:
         """The node has done an action and nobody has heard of it yet."""
+        if action == "adopt":
+            self._board.adopt(node, time.monotonic())
         for number, kill in enumerate(self._kills):
             if kill.matches(node, step, action):
                 self._times[number] += 1

@@ -132,6 +132,11 @@ class Desk:
         self.job, self.device = job, device
         self.holdings: dict[int, Holding] = {}
         self.steps: dict[int, OpenStep] = {}
+        self.shaped = 0
+        """The epoch whose shape the holdings are of."""
+        self.former: list[Holding] = []
+        """Holdings of a shape that was left, as they were then. They stay until a step of the new shape is committed:
+        should it come to nothing, all that was learned is still here."""
         self.lags: int | None = None
         """The step that a copy on its way here is at."""
         self.kept_peak = 0
@@ -164,6 +169,21 @@ class Desk:
                 del self.steps[old]
         for holding in self.holdings.values():
             holding.forget(step)
+        self.former = [holding for holding in self.former if holding.version > step]
+
+    def reshape(self, shaped: int, holdings: dict[int, Holding], committed: int) -> None:
+        """From here on the layers lie in other holdings. Nothing of an open step goes along: none is open, or what was
+        made of it is given up."""
+        known = (*self.former, *self.holdings.values())
+        self.former = [holding for holding in known if holding.version == committed]
+        self.holdings, self.shaped = holdings, shaped
+        self.steps.clear()
+        self.lags, self._kept = None, 0
+
+    def holder(self, layer: int, version: int) -> State | None:
+        """Where a layer lies that is for a step, in whatever shape; None: nowhere."""
+        known = (*self.holdings.values(), *self.former)
+        return next((h.state for h in known if h.version == version and layer in h.state.layers), None)
 
     def drop(self, dropped: Mapping[int, Collection[int]]) -> None:
         """Micro-batches, by open step, that are to be left out: a sum of its own that has one of them in it begins
@@ -194,7 +214,15 @@ class Desk:
             outputs=tuple(self._kept_cells(Kind.F)),
             gradients=tuple(self._kept_cells(Kind.I)),
             sums=tuple((step, g) for step, open_step in self.steps.items() for g in open_step.sums if g in here),
+            shaped=self.shaped,
+            layers=self._layers(),
         )
+
+    def _layers(self) -> dict[int, tuple[int, ...]]:
+        found: dict[int, set[int]] = {}
+        for holding in (*self.former, *self.holdings.values()):
+            found.setdefault(holding.version, set()).update(holding.state.layers)
+        return {version: tuple(sorted(layers)) for version, layers in found.items()}
 
     def _summed(self) -> Iterable[Cell]:
         """What lies in sums of its own that are not complete yet."""

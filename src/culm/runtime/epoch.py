@@ -12,6 +12,7 @@ import msgspec
 
 from culm.plan.lineage import Standing
 from culm.plan.recover import Recovery
+from culm.plan.relayout import Move, Shape
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -19,6 +20,8 @@ class Member(msgspec.Struct, frozen=True):
 
     node: int
     address: str
+    life: int = 0
+    """How often the node's worker had been started anew: an address may be used again."""
 
 
 class Shadow(msgspec.Struct, frozen=True):
@@ -77,6 +80,14 @@ class Epoch(msgspec.Struct, frozen=True, tag="epoch"):
     """Slots whose workers end what they have begun, hand over what they have, and go."""
     recovery: Recovery = Recovery()
     """How the steps that were open are completed, before `start`."""
+    shape: Shape | None = None
+    """What the run has been made into since it began; None: it is as it was set up."""
+    shaped: int = 0
+    """The first epoch that had this shape: stages and segments are numbered by it. 0: as set up."""
+    moves: tuple[Move, ...] = ()
+    """The layers that workers take from each other before `start`, because the shape is new."""
+    until: int | None = None
+    """Nobody begins this step or a later one in this epoch; None: there is no such limit."""
 
     def slot_of(self, node: int) -> int | None:
         """The slot that a node fills in this epoch."""
@@ -95,6 +106,11 @@ class Epoch(msgspec.Struct, frozen=True, tag="epoch"):
         member = self.members[slot]
         assert member is not None, f"nobody fills slot {slot}"
         return member.address
+
+    @property
+    def reshapes(self) -> bool:
+        """Whether it is the first with its shape: every worker takes over other layers than it had."""
+        return self.shaped == self.number
 
     @property
     def staying(self) -> list[int]:
@@ -138,6 +154,13 @@ class Level(msgspec.Struct, frozen=True, tag="level"):
     node: int
     epoch: int
     stage: int
+
+
+class Drain(msgspec.Struct, frozen=True, tag="drain"):
+    """The leader to workers: in this epoch begin no step from this one on. What is open is completed."""
+
+    epoch: int
+    before: int
 
 
 class Inherited(msgspec.Struct, frozen=True, tag="inherited"):
@@ -244,6 +267,12 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     trace: str = ""
 
 
+class Renew(msgspec.Struct, frozen=True, tag="renew"):
+    """The leader to an agent: end your worker of this life and start another. One that is gone already is no error."""
+
+    life: int
+
+
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """End now, whatever you are doing."""
 
@@ -256,6 +285,7 @@ Message: TypeAlias = (
     | Report
     | Beat
     | Level
+    | Drain
     | Inherited
     | Hello
     | Ready
@@ -267,6 +297,7 @@ Message: TypeAlias = (
     | Finish
     | Final
     | Failed
+    | Renew
     | Stop
 )
 

@@ -19,7 +19,7 @@ from culm.transport.base import Key
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from culm.plan.place import Task
+    from culm.plan.edges import Task
     from culm.runtime.executor import Executor
     from culm.transport.base import Tensors
 

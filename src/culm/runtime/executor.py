@@ -24,7 +24,7 @@ from culm.transport.base import Group, Key, Tensors
 
 if TYPE_CHECKING:
     from culm.job import Job
-    from culm.plan.place import Task
+    from culm.plan.edges import Task
     from culm.runtime.clock import Clock
     from culm.runtime.desk import Desk
     from culm.runtime.epoch import Epoch

@@ -303,6 +303,15 @@ class State:
             found.buffers.update(layer.buffers())
         return found
 
+    def part(self, layer: int) -> Snapshot:
+        """One layer, with every tied group that touches it: what another holder of the layer needs. Not copied."""
+        found = self.layers[layer].unit.snapshot()
+        for group in self.tied.values():
+            if layer in group.layers():
+                found.update(group.unit.snapshot())
+        found.buffers.update(self.layers[layer].buffers())
+        return found
+
     @torch.no_grad()
     def restore(self, saved: Snapshot) -> None:
         """Take whatever the snapshot has for the layers held here."""

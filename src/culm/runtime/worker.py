@@ -20,6 +20,7 @@ from culm.runtime.desk import Desk
 from culm.runtime.epoch import Epoch, decode, encode
 from culm.runtime.estate import Inheritance, hand_over, keep_frame
 from culm.runtime.executor import Executor
+from culm.runtime.moving import give_layers, take_layers
 from culm.runtime.shadow import Shadows, build, send_copies
 from culm.runtime.state import Snapshot
 from culm.schedule import Plan
@@ -28,6 +29,7 @@ from culm.transport.base import Key
 if TYPE_CHECKING:
     from culm.job import Job
     from culm.runtime.clock import Clock
+    from culm.runtime.desk import Holding
     from culm.runtime.state import State
     from culm.transport.base import Address, Tensors, Transport
 
@@ -55,6 +57,8 @@ class Worker:
         """No epoch below this number is listened to."""
         self._told = (0, 0)
         """(epoch, step): the first step that the leader of the epoch has not had a report of."""
+        self._drain = (0, 0)
+        """(epoch, step): in that epoch, begin no step from this one on."""
 
     async def run(self) -> None:
         """Say hello, then follow the letters until the end."""
@@ -82,6 +86,8 @@ class Worker:
                 await self._halt(number, leader)
             case letters.Permit(until):
                 self.permit = max(self.permit, until)
+            case letters.Drain(number, before):
+                self._drain = number, before
             case letters.Finish(step):
                 self.finish = step
             case letters.Commit(step):
@@ -228,6 +234,9 @@ class Worker:
         if self.desk is None or epoch.reset:
             self.desk = Desk(self.job, device_of(self.job))
             self.committed = epoch.committed
+        if self.desk.shaped != epoch.shaped:
+            taken = await self._take_layers(epoch, slot) if epoch.reshapes and not epoch.reset else {}
+            self.desk.reshape(epoch.shaped, taken, epoch.committed)
         self._commit(epoch.committed)
         self.desk.drop(epoch.recovery.dropped)
         self._saved_step = None
@@ -242,6 +251,20 @@ class Worker:
                 self.desk.holdings[stage] = holding
         executor = self._executor = Executor(self.job, epoch, slot, self.desk, self.transport, self.clock)
         return executor
+
+    async def _take_layers(self, epoch: Epoch, slot: int) -> dict[int, Holding]:
+        """The layers that this worker has in the new shape; others may need some that are here."""
+        assert self.desk is not None
+        began = self.clock.now()
+
+        def told(layers: int) -> None:
+            beat = letters.Beat(self.node, epoch.number, layers, self.clock.now() - began)
+            self.transport.post(epoch.leader, encode(beat))
+
+        give_layers(epoch, slot, self.desk, self.transport)
+        taken = await take_layers(epoch, slot, self.desk, self.transport, told)
+        await self.clock.work(self.node, epoch.start, "moved")
+        return taken
 
     async def _recover(self, executor: Executor, closing: Closing) -> None:
         """Complete the steps that were open when the last epoch ended."""
@@ -284,16 +307,24 @@ class Worker:
     async def _may_run(self, executor: Executor, step: int) -> bool:
         """Wait until the leader permits the step, or says that the run ends before it.
 
-        Where a loss can be recovered from, no more than two steps are open: what is kept for them is bounded.
+        Where a loss can be recovered from, no more than two steps are open: what is kept for them is bounded. Who waits
+        for a commit alone brings copies as far as that commit needs them: with the sums of the step before they may
+        wait for others, who need longer, and the commit would find this worker waiting there.
         """
         while True:
             self._news.clear()  # before looking: what comes while shadows catch up is looked at, too
             if self.finish is not None and step >= self.finish:
                 return False
-            if step < self.permit and (not executor.epoch.kept or step <= self.committed + 1):
+            permitted = step < self.permit and not self._drained(executor.epoch, step)
+            if permitted and (not executor.epoch.kept or step <= self.committed + 1):
                 return True
-            await self._catch_up(executor, step)
+            await self._catch_up(executor, step - 1 if permitted else step)
             await self._news.wait()
+
+    def _drained(self, epoch: Epoch, step: int) -> bool:
+        """Whether a step is not to be begun in this epoch: the next one will have another shape."""
+        number, before = self._drain
+        return (number == epoch.number and step >= before) or (epoch.until is not None and step >= epoch.until)
 
     async def _step(self, executor: Executor, closing: Closing, step: int) -> None:
         await executor.step(step)

@@ -6,7 +6,7 @@ import csv
 import io
 import re
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from culm.errors import ScheduleError
@@ -20,6 +20,7 @@ _HEADER = re.compile(
     r"segments=(?P<segments>[0-9]{1,9}) micro_batches=(?P<micro_batches>[0-9]{1,9})"
     r"(?: failed=(?P<failed>[0-9]{1,9}\.[0-9]{1,9}(?:,[0-9]{1,9}\.[0-9]{1,9})*))?"
     r"(?: held=(?P<held>[0-9]{1,9}\.[0-9]{1,9}:[0-9+]+(?:,[0-9]{1,9}\.[0-9]{1,9}:[0-9+]+)*))?"
+    r"(?: shares=(?P<shares>[0-9]{1,9}(?:\+[0-9]{1,9})*))?"
 )
 
 
@@ -43,6 +44,8 @@ class Plan:
     """Slots that nobody fills, in ascending order: other holders run their micro-batches, and their lists are empty."""
     held: tuple[tuple[int, tuple[int, ...]], ...] = ()
     """(slot, stages): workers that run other stages than their own alone, because they stand in for failed ones."""
+    shares: tuple[int, ...] = ()
+    """How many micro-batches each pipeline runs; (): as evenly as can be. Shorter pipelines are given fewer."""
 
     def __post_init__(self) -> None:
         if self.name.split() != [self.name] or not self.name.isprintable():
@@ -54,6 +57,11 @@ class Plan:
             raise ScheduleError(
                 f"Plan.workers has {len(self.workers)} lists: "
                 f"use one for each of {self.pipelines} pipelines x {self.stages} stages"
+            )
+        if self.shares and (len(self.shares) != self.pipelines or sum(self.shares) != self.micro_batches):
+            raise ScheduleError(
+                f"Plan.shares is {self.shares!r}: use one number for each of {self.pipelines} pipelines, "
+                f"{self.micro_batches} in all"
             )
         self._check_failed()
 
@@ -98,7 +106,14 @@ class Plan:
 
     def micros_of(self, worker: int) -> range:
         """The micro-batches of a worker's pipeline."""
-        return blocks(self.pipelines, self.micro_batches)[worker // self.stages]
+        return self.by_pipeline[worker // self.stages]
+
+    @property
+    def by_pipeline(self) -> tuple[range, ...]:
+        """The micro-batches of each pipeline: contiguous."""
+        if not self.shares:
+            return blocks(self.pipelines, self.micro_batches)
+        return tuple(range(a, b) for a, b in pairwise(accumulate(self.shares, initial=0)))
 
     def orphans_of(self, stage: int) -> tuple[int, ...]:
         """The micro-batches whose own worker of the stage is gone from it: any worker that runs the stage may."""
@@ -121,7 +136,8 @@ class Plan:
         counts = f"pipelines={self.pipelines} stages={self.stages}"
         failed = f" failed={','.join(map(self.label, self.failed))}" if self.failed else ""
         held = ",".join(f"{self.label(slot)}:{'+'.join(map(str, stages))}" for slot, stages in self.held)
-        rest = failed + (f" held={held}" if held else "")
+        shares = f" shares={'+'.join(map(str, self.shares))}" if self.shares else ""
+        rest = failed + (f" held={held}" if held else "") + shares
         lines = [f"plan {self.name}: {counts} segments={self.segments} micro_batches={self.micro_batches}{rest}"]
         lines += [f"{self.label(w)}: {' '.join(map(str, actions))}".rstrip() for w, actions in enumerate(self.workers)]
         return "\n".join(lines) + "\n"
@@ -138,13 +154,14 @@ class Plan:
                 f"line {number}: {first[:80]!r} does not describe a plan: "
                 "write 'plan 1f1b: pipelines=2 stages=4 segments=4 micro_batches=8'"
             )
-        name, *numbers, failed, held = header.groups()
+        name, *numbers, failed, held, parts = header.groups()
         pipelines, stages, segments, micro_batches = map(int, numbers)
         workers = _by_slot(lines[1:], pipelines, stages)
         slots = tuple(_slot(label, pipelines, stages) for label in failed.split(",")) if failed else ()
         pairs = [pair.split(":") for pair in held.split(",")] if held else []
         roles = tuple((_slot(label, pipelines, stages), tuple(map(int, of.split("+")))) for label, of in pairs)
-        return cls(name, pipelines, stages, segments, micro_batches, workers, slots, roles)
+        shares = tuple(map(int, parts.split("+"))) if parts else ()
+        return cls(name, pipelines, stages, segments, micro_batches, workers, slots, roles, shares)
 
     def to_csv(self) -> str:
         """The shape of torch.distributed.pipelining: a row for each worker, an action in each cell."""

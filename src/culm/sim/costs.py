@@ -62,17 +62,13 @@ class Charges:
         """The state of the whole model from storage."""
         return workload.state_bytes / self.storage
 
-    def redo_s(self, workload: Workload, *, pipelines: int, helpers: int, forwards: bool) -> float:
-        """What a worker had done of the step when it died, on average half of it, done again by `helpers` together.
+    def redo_s(self, workload: Workload, *, pipelines: int, phase: float) -> float:
+        """What Bamboo's predecessor runs again: the backwards that the lost worker had done of the step.
 
-        What its neighbours sent it they have kept, so nobody else runs anything again; its sums are gone. `forwards`
-        says whether F is to be run again too, or its outcome is at hand. With a notice nothing is.
+        What its neighbours sent it they have kept, and its forwards were run ahead. With a notice nothing is.
         """
-        if self.notice_s:
-            return 0.0
-        share = 1.0 if forwards else 1 - workload.forward_share
-        half = workload.micro_batches / pipelines / 2
-        return half * workload.stage_s * share / max(1, helpers)
+        done = phase * workload.micro_batches / pipelines
+        return 0.0 if self.notice_s else done * workload.stage_s * (1 - workload.forward_share)
 
     def handed_over(self, workload: Workload) -> bool:
         """Whether a node that goes has the time to give its state to somebody else."""

@@ -37,6 +37,8 @@ class Turn:
     back_to: Literal["", "checkpoint", "start"] = ""
     """Where the model is taken back to, if it is."""
     why: str = ""
+    completes: bool = False
+    """Whether the open step is completed first, at the rate that there was: a recovery ends with its step."""
 
 
 class Strategy(Protocol):
@@ -44,6 +46,8 @@ class Strategy(Protocol):
 
     expected_s: float
     """Told before each event: how long it may be until nodes come or go again, going by the past."""
+    phase: float
+    """Told before each event: how much of the open step is done, from 0 to 1."""
     checkpoint_every_s: float
     """Seconds of training between two checkpoints; 0: none are written."""
     checkpoint_stall_s: float
@@ -65,6 +69,7 @@ class Point(NamedTuple):
     rate: float
     usd: float
     """Paid so far."""
+    samples: float
 
 
 @dataclass
@@ -101,8 +106,13 @@ class _Saved(NamedTuple):
 class Engine:
     """One run of one strategy over one trace."""
 
-    def __init__(self, trace: Trace, strategy: Strategy, charges: Charges, usd_h: float) -> None:
+    def __init__(
+        self, trace: Trace, strategy: Strategy, charges: Charges, usd_h: float, step_samples: float = 0.0
+    ) -> None:
         self.trace = trace
+        self.step_samples = step_samples
+        self.rest: tuple[float, float] = (0.0, 0.0)
+        """What is left of the open step: seconds, and the rate in them."""
         self.strategy = strategy
         self.charges = charges
         self.usd_s = usd_h / HOUR
@@ -140,7 +150,7 @@ class Engine:
             ready = list(self._ready(at))
             if ready:
                 self.ready.update(node.name for node in ready)
-                self.strategy.expected_s = self._expected()
+                self._tell()
                 self._take(self.strategy.joined(ready))
         self._advance(t)
 
@@ -175,10 +185,15 @@ class Engine:
         took_part = [node for node in lost if node.name in self.ready]
         self.ready.difference_update(node.name for node in lost)
         if took_part:
-            self.strategy.expected_s = self._expected()
+            self._tell()
             turn = self.strategy.lost(took_part)
             self.run.recoveries += turn is not None
             self._take(turn)
+
+    def _tell(self) -> None:
+        """What a strategy knows before it answers."""
+        self.strategy.expected_s = self._expected()
+        self.strategy.phase = self.run.samples / self.step_samples % 1.0 if self.step_samples else 0.5
 
     def _expected(self) -> float:
         """Until nodes come or go again: as long as it took on average so far, with once imagined in the first hour."""
@@ -193,6 +208,8 @@ class Engine:
         # What is under way is begun anew, but nobody is done earlier because something else went wrong too.
         if sum(s for _, s in pauses) >= sum(s for _, s in self.pauses):
             self.pauses = pauses
+        left = (1.0 - self.strategy.phase) * self.step_samples if turn.completes and turn.rate else 0.0
+        self.rest = (left / self.rate, self.rate) if left and self.rate else (0.0, 0.0)
         self.rate = turn.rate
         if turn.why:
             self.run.reasons[turn.why] = self.run.reasons.get(turn.why, 0) + 1
@@ -226,9 +243,11 @@ class Engine:
             self.pauses[0:1] = [(kind, seconds - spent)] if seconds > spent else []
             if not self.pauses:
                 self._mark()
+        if left > 0 and self.rest[0] > 0:
+            left -= self._complete(left)
         if left > 0 and self.rate > 0:
-            self._train(left)
-        else:
+            self._train(left, self.rate)
+        elif left > 0:
             self.run.spend("wait", left)
         self.now = t
         self._pay()
@@ -239,12 +258,22 @@ class Engine:
         self.run.node_s += self.alive * since
         self.run.usd += self.alive * since * self.usd_s
 
-    def _train(self, seconds: float) -> None:
+    def _complete(self, most: float) -> float:
+        """Go on with the open step; how long it took."""
+        seconds, rate = self.rest
+        spent = min(seconds, most)
+        self._train(spent, rate)
+        self.rest = (seconds - spent, rate) if seconds > spent else (0.0, 0.0)
+        if seconds < most * (1 - 1e-9):
+            self._mark()
+        return spent
+
+    def _train(self, seconds: float, rate: float) -> None:
         """Train, and write checkpoints as they come due."""
         every, stall = self.strategy.checkpoint_every_s, self.strategy.checkpoint_stall_s
         while seconds > 0:
             spent = min(seconds, every - self.since_checkpoint) if every else seconds
-            self.run.samples += spent * self.rate
+            self.run.samples += spent * rate
             self.trained_s += spent
             self.since_checkpoint += spent
             self.run.spend("train", spent)
@@ -266,5 +295,5 @@ class Engine:
 
     def _mark(self) -> None:
         self._pay()
-        rate = 0.0 if self.pauses else self.rate
-        self.run.points.append(Point(self.now, self.alive, rate, self.run.usd))
+        rate = 0.0 if self.pauses else self.rest[1] if self.rest[0] > 0 else self.rate
+        self.run.points.append(Point(self.now, self.alive, rate, self.run.usd, self.run.samples))

@@ -69,9 +69,14 @@ class Led(Saving):
             del self.filled[slot]
         if not hit:
             return None
-        if not (held(self.depths, self.filled, hit) or self.charges.handed_over(self.workload)):
+        if not (self.held(hit) or self.charges.handed_over(self.workload)):
             return self.begin()
-        return self.follow({**self.charges.alarm, "redo": self.redo_s(len(hit))}) or self.begin()
+        redo = self.redo_s(len(self.depths), hit)
+        return self.follow({**self.charges.alarm, "redo": redo}, completes=True) or self.begin()
+
+    def held(self, hit: Sequence[Slot]) -> bool:
+        """Whether somebody who is left has the layers of the slots that were hit."""
+        return held(self.depths, self.filled, hit)
 
     def joined(self, new: Sequence[Node]) -> Turn | None:
         self.alive.update((node.name, node.zone) for node in new)
@@ -90,12 +95,7 @@ class Led(Saving):
         again, self.began = self.began, True
         return self.reload(turn.rate) if again else Turn(turn.rate, start, why="start")
 
-    def redo_s(self, hit: int) -> float:
-        """What the lost workers had done of the step, by those that hold the same layers in other pipelines."""
-        D = len(self.depths)
-        return hit * self.charges.redo_s(self.workload, pipelines=D, helpers=D - 1, forwards=True)
-
-    def follow(self, pauses: dict[str, float]) -> Turn | None:
+    def follow(self, pauses: dict[str, float], *, completes: bool = False) -> Turn | None:
         """Ask the policy, and do what it says. None: there is nothing to do, or nothing that can be done."""
         state = Seen(
             alive=self.alive,
@@ -114,7 +114,7 @@ class Led(Saving):
         self.rate = self.scene.rate(self.step_s(found.layout))
         if found.kind != "stay":
             self._move_in(found)
-        return Turn(self.rate, {**pauses, **self._pause(found)}, why=found.kind)
+        return Turn(self.rate, {**pauses, **self._pause(found)}, why=found.kind, completes=completes)
 
     def _settled(self, steps: dict[Layout, float]) -> bool:
         """Whether nothing is faster than what there is, and no stage is down to its last holder."""
@@ -140,6 +140,12 @@ class Led(Saving):
         return decide(state, outlook, 0.0, depths=self._depths())[0]
 
     def step_s(self, layout: Layout) -> float:
+        """One hole is where it is; of several it is taken that nodes move until they are where they hurt least."""
+        here = layout.holes == len(self.holes) == 1 and len(layout.depths) > 1
+        if here and set(layout.depths) == {self.workload.stages}:
+            (hole,) = self.holes
+            spread = tuple(int(stage == hole.stage) for stage in range(self.workload.stages))
+            return self.steps.rerouted(len(layout.depths), spread)
         return self.steps.layout(layout)
 
     def _depths(self) -> Iterable[int]:
@@ -163,10 +169,51 @@ class Reroute(Led):
 
 
 class Auto(Led):
-    """`auto`: re-route, fill, give a hurt pipeline up, or cut the model anew: whatever will have trained most."""
+    """`auto`: re-route, fill, give a hurt pipeline up, or cut the model anew: whatever will have trained most.
+
+    In a single pipeline nobody has peers: there each node shadows the next one, where that costs less than to go back
+    to a checkpoint as often as nodes are lost.
+    """
 
     name = "auto"
     shapes = True
+
+    def __init__(self, scene: Scene) -> None:
+        super().__init__(scene)
+        self.shadows = False
+
+    def _worth_shadows(self, depths: Sequence[int]) -> bool:
+        c = self.charges
+        back_s = c.detect_s + c.restart_s + c.load_s(self.workload) + self.checkpoint_every_s / 2
+        return len(depths) == 1 < depths[0] and c.shadow * self.expected_s < back_s
+
+    def held(self, hit: Sequence[Slot]) -> bool:
+        return super().held(hit) or (self.shadows and not neighbours(self.holes, self.depths[0]))
+
+    def step_s(self, layout: Layout) -> float:
+        if not self._worth_shadows(layout.depths):
+            return super().step_s(layout)
+        if not layout.holes:
+            return super().step_s(layout) * (1 + self.charges.shadow)
+        planned = layout.depths == (self.workload.stages,) and layout.holes == len(self.holes)
+        return self.steps.shadowed(1) * self.steps.taken_over(1, self.holes) if planned else math.inf
+
+    def redo_s(self, pipelines: int, hit: Sequence[Slot]) -> float:
+        if pipelines > 1 or self.charges.notice_s:
+            return super().redo_s(pipelines, hit)
+        return self.scene.redo.seconds("shadow", 1, hit, self.phase)
+
+    def follow(self, pauses: dict[str, float], *, completes: bool = False) -> Turn | None:
+        turn = super().follow(pauses, completes=completes)
+        if turn is not None:
+            self.shadows = self._worth_shadows(self.depths)
+        return turn
+
+
+def neighbours(holes: Iterable[Slot], stages: int) -> bool:
+    """Whether two slots that follow each other in one pipeline are empty: then the shadow of one is gone too."""
+    gone = {(slot.pipeline, slot.stage) for slot in holes}
+    return any((d, (s + 1) % stages) in gone for d, s in gone)
 
 
 def held(depths: Sequence[int], filled: Iterable[Slot], hit: Sequence[Slot]) -> bool:

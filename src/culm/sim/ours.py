@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar
 
 from culm.sim.engine import Turn
+from culm.sim.led import neighbours
 from culm.sim.strategy import Scene, Slotted, Way
 
 
@@ -74,32 +74,28 @@ class Shadow(Slotted):
 
     name = "shadow"
     apart = True
-    eager: ClassVar[bool] = True
 
     def step_s(self) -> float:
-        healthy = self.steps.shadowed(self.slots.pipelines, eager=self.eager)
-        return healthy * self.steps.doubled(self.slots.pipelines) if self.slots.holes else healthy
+        return self.steps.shadowed(self.slots.pipelines) * self.steps.taken_over(self.slots.pipelines, self.slots.holes)
 
     def after_loss(self) -> Turn:
         D, slots = self.slots.pipelines, self.slots
-        redo = self.hit * self.charges.redo_s(self.workload, pipelines=D, helpers=1, forwards=not self.eager)
-        pauses = {**self.charges.alarm, "redo": redo}
+        pauses = {**self.charges.alarm, "redo": self.redo_s(D, self.hit)}
         bare = self.unshadowed()
         if bare and max(slots.spread()) >= D:
             return self.restart()
         if slots.fill():
             pauses["join"] = self.charges.join_s
-        ways = [] if bare and slots.holes else [Way("the shadow takes over", self.rate(), pauses)]
+        ways = [] if bare and slots.holes else [Way("the shadow takes over", self.rate(), pauses, completes=True)]
         if slots.holes:
-            rate = self.scene.rate(self.steps.shadowed(slots.whole, eager=self.eager)) if slots.whole else 0.0
+            rate = self.scene.rate(self.steps.shadowed(slots.whole)) if slots.whole else 0.0
             moving = {**pauses, "move": self.charges.move_s(self.workload), "join": self.charges.join_s}
-            ways.append(Way("fewer whole pipelines", rate, moving, slots.reform))
+            ways.append(Way("fewer whole pipelines", rate, moving, slots.reform, completes=True))
         return self.best(ways)
 
     def unshadowed(self) -> bool:
         """Whether two neighbours are gone: then the predecessor of one has nothing to take over from."""
-        before = {(slot.pipeline, (slot.stage - 1) % self.slots.stages) for slot in self.slots.holes}
-        return self.workload.stages == 1 or any((slot.pipeline, slot.stage) in before for slot in self.slots.holes)
+        return self.workload.stages == 1 or neighbours(self.slots.holes, self.slots.stages)
 
     def after_join(self) -> Turn | None:
         filled, grown = self.slots.fill(), 0
@@ -112,7 +108,6 @@ class ShadowLazy(Shadow):
     """`shadow-lazy`: the shadow is kept current, but runs nothing ahead of time."""
 
     name = "shadow-lazy"
-    eager = False
 
 
 NOTICE_S = 120.0

@@ -130,13 +130,13 @@ class Bamboo(Slotted):
     apart = True
 
     def step_s(self) -> float:
-        step = self.steps.shadowed(self.slots.pipelines, eager=True, published=True)
+        step = self.steps.redundant(self.slots.pipelines)
         return step * 1.5 if self.slots.holes else step
 
     def after_loss(self) -> Turn:
         if self.fatal():
             return self.restart()
-        redo = self.hit * self.charges.redo_s(self.workload, pipelines=self.slots.pipelines, helpers=1, forwards=False)
+        redo = len(self.hit) * self.charges.redo_s(self.workload, pipelines=self.slots.pipelines, phase=self.phase)
         pauses = {**self.charges.alarm, "redo": redo}
         if not self.due():
             return Turn(self.rate(), pauses, why="the shadow takes over")

@@ -11,10 +11,15 @@ from typing import TYPE_CHECKING
 
 from culm.plan import Plans
 from culm.plan.bound import bound, stage_bound
+from culm.plan.layout import World, arrange_around, orphaned
 from culm.plan.normalize import Spread, placed, spread
-from culm.schedule import Costs, generate, timing
+from culm.plan.period import period
+from culm.schedule import Costs, Plan, generate, timing
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from culm.plan import Slot
     from culm.plan.reconfigure import Layout
     from culm.sim.costs import Charges
     from culm.sim.workload import Workload
@@ -37,6 +42,7 @@ class Steps:
         self._known: dict[tuple[int, Spread], float] = {}
         self._uneven = cache(self._best_uneven)
         self._best = cache(self._best_spread)
+        self._merged = cache(self._merged_stages)
         self._doubled = cache(self._doubled_stage)
         self._least = cache(self._stage_least)
         self._mixed = cache(self._mixed_depths)
@@ -69,9 +75,26 @@ class Steps:
         return self._known[key]
 
     def _time(self, pipelines: int, lost: Spread) -> float:
+        if self.workload.schedule and not any(lost):
+            return self._length(self.plan(pipelines, self.workload.micro_batches))
+        case = placed(self.workload.case(pipelines), lost)
+        if self.workload.expected is not None:
+            return self._length(self._plans.best(replace(case, costs=self.workload.expected)).plan)
         if self.planned:
-            return self._plans.best(placed(self.workload.case(pipelines), lost)).slots
+            return self._plans.best(case).slots
         return max(self._least(pipelines, stage, many) for stage, many in enumerate(lost))
+
+    def plan(self, pipelines: int, micro_batches: int) -> Plan:
+        """What is run while every slot is filled: the schedule that was asked for, or what the planner makes."""
+        w = self.workload
+        if w.schedule:
+            return generate(w.schedule, pipelines=pipelines, stages=w.stages, micro_batches=micro_batches)
+        return self._plans.best(replace(w.case(pipelines), micro_batches=micro_batches)).plan
+
+    def _length(self, plan: Plan) -> float:
+        """Of a step in the long run."""
+        costs = self.workload.costs
+        return period(plan, costs) if self.workload.stagger else timing(plan, costs).makespan
 
     def _stage_least(self, pipelines: int, stage: int, many: int) -> float:
         """What a stage asks for at least when it has lost so many."""
@@ -175,20 +198,44 @@ class Steps:
         share = -(-layers // depth) / layers if layers else 1 / depth
         return self.workload.total_s * share
 
-    def shadowed(self, pipelines: int, *, eager: bool, published: bool = False) -> float:
-        """With a shadow of each stage on its predecessor, which runs its forwards ahead of time or not."""
+    def shadowed(self, pipelines: int) -> float:
+        """With a shadow of each stage on its predecessor. It runs forwards ahead of time only while it would wait."""
+        return self.healthy(pipelines) * (1 + self.charges.shadow)
+
+    def redundant(self, pipelines: int) -> float:
+        """Redundant computation as published, on 1F1B: every forward is run twice, in the bubble as far as it goes."""
         w, c = self.workload, self.charges
-        base = self.one_f_one_b(pipelines) if published else self.healthy(pipelines)
+        base = self.one_f_one_b(pipelines)
         m = -(-w.micro_batches // pipelines)
         work = m * w.stage_s + w.finish_s
-        redundant = m * w.stage_s * w.forward_share if eager else 0.0
-        return base * (1 + c.shadow) + max(0.0, redundant - c.bubble_use * max(0.0, base - work))
+        twice = m * w.stage_s * w.forward_share
+        return base * (1 + c.shadow) + max(0.0, twice - c.bubble_use * max(0.0, base - work))
 
-    def doubled(self, pipelines: int) -> float:
-        """How much longer a step takes, as a factor, when one worker carries two stages."""
-        return self._doubled(pipelines)
+    def taken_over(self, pipelines: int, holes: Iterable[Slot]) -> float:
+        """How much longer a step takes, as a factor, when shadows run the stages of these slots beside their own.
+
+        Each pipeline has its own share of the batch, so the one that is hurt most sets the pace.
+        """
+        hurt: dict[int, list[int]] = {}
+        for slot in sorted(holes):
+            hurt.setdefault(slot.pipeline, []).append(slot.stage)
+        return max((self._merged(pipelines, tuple(stages)) for stages in hurt.values()), default=1.0)
+
+    def _merged_stages(self, pipelines: int, lost: tuple[int, ...]) -> float:
+        """By the plan that a real run makes for what is left of the pipeline; in large cases by a formula."""
+        w = self.workload
+        m = -(-w.micro_batches // pipelines)
+        if not self.planned or len(lost) >= w.stages:
+            return self._doubled(pipelines)
+        plan = self.plan(1, m)
+        held = {s: frozenset((s, (s + 1) % w.stages)) for s in range(w.stages) if s not in lost}
+        world = World(plan=plan, strategy="shadow", held=held, costs=w.costs, joint=not w.stagger)
+        if orphaned(world):
+            return math.inf
+        return max(1.0, self._length(arrange_around(world).plan) / self._length(plan))
 
     def _doubled_stage(self, pipelines: int) -> float:
+        """One worker carries two stages, under 1F1B."""
         w = self.workload
         if w.stages == 1:
             return math.inf

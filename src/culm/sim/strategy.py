@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from culm.sim.engine import Turn
+from culm.sim.redo import Redo
 from culm.sim.slots import Slots
 from culm.sim.steps import Steps
 
 if TYPE_CHECKING:
+    from culm.plan import Slot
     from culm.sim.costs import Charges
     from culm.sim.engine import Node
     from culm.sim.workload import Workload
@@ -24,10 +26,12 @@ class Scene:
     workload: Workload
     charges: Charges
     steps: Steps
+    redo: Redo
 
     @classmethod
     def of(cls, workload: Workload, charges: Charges) -> Scene:
-        return cls(workload, charges, Steps(workload, charges))
+        steps = Steps(workload, charges)
+        return cls(workload, charges, steps, Redo(steps))
 
     def rate(self, step_s: float) -> float:
         """Samples per second."""
@@ -43,6 +47,8 @@ class Way:
     pauses: dict[str, float] = field(default_factory=dict)
     act: Callable[[], object] = lambda: None
     """Makes it so."""
+    completes: bool = False
+    """Whether the open step is completed first."""
 
     def worth(self, expected_s: float) -> float:
         """Samples until the next loss."""
@@ -61,6 +67,7 @@ class Saving(ABC):
         self.checkpoint_every_s = max(self.charges.checkpoint_every_s, self.checkpoint_write_s)
         self.checkpoint_stall_s = self.charges.stall_s
         self.expected_s = 0.0
+        self.phase = 0.0
 
     @abstractmethod
     def lost(self, gone: Sequence[Node]) -> Turn | None:
@@ -74,7 +81,11 @@ class Saving(ABC):
         """Take the way that has trained most when the next loss is due; of equals the first."""
         chosen = max(ways, key=lambda way: way.worth(self.expected_s))
         chosen.act()
-        return Turn(chosen.rate, chosen.pauses, why=chosen.why)
+        return Turn(chosen.rate, chosen.pauses, why=chosen.why, completes=chosen.completes)
+
+    def redo_s(self, pipelines: int, hit: Sequence[Slot]) -> float:
+        """How much later the open step is complete because these slots are empty; with a notice not at all."""
+        return 0.0 if self.charges.notice_s else self.scene.redo.seconds(self.name, pipelines, hit, self.phase)
 
     def reload(self, rate: float) -> Turn:
         """All begin again from the checkpoint."""
@@ -91,10 +102,10 @@ class Slotted(Saving):
         super().__init__(scene)
         self.slots = Slots(self.workload.stages, self.workload.pipelines, apart=self.apart)
         self.began = False
-        self.hit = 0
+        self.hit: list[Slot] = []
 
     def lost(self, gone: Sequence[Node]) -> Turn | None:
-        self.hit = len(self.slots.remove(gone))
+        self.hit = self.slots.remove(gone)
         return self.after_loss() if self.hit else None
 
     def joined(self, new: Sequence[Node]) -> Turn | None:
@@ -115,7 +126,7 @@ class Slotted(Saving):
 
     @abstractmethod
     def after_loss(self) -> Turn:
-        """Slots are empty now: `self.hit` more than before."""
+        """Slots are empty now: those of `self.hit` since this moment."""
 
     @abstractmethod
     def after_join(self) -> Turn | None:

@@ -177,7 +177,7 @@ def play(scene: Scene, name: str, trace: Trace, price: Price) -> Run:
     strategy = STRATEGIES[name](scene)
     if name == ON_DEMAND:
         return Engine(steady(scene.workload.nodes, trace.span_s), strategy, scene.charges, price.on_demand).play()
-    return Engine(trace, strategy, scene.charges, price.spot).play()
+    return Engine(trace, strategy, scene.charges, price.spot, scene.workload.samples).play()
 
 
 def steady(nodes: int, span_s: float) -> Trace:

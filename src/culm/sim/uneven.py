@@ -86,6 +86,6 @@ class Templates(Saving):
         self.rate = self.coming()
 
     def again(self, rate: float) -> dict[str, float]:
-        """The open step, on average half of it, for nothing; then layers go to their new holders."""
-        half = self.workload.samples / rate / 2 if rate and not self.charges.notice_s else 0.0
-        return {"redo": half, "move": self.charges.move_s(self.workload), "join": self.charges.join_s}
+        """What was done of the open step was for nothing; then layers go to their new holders."""
+        done = self.phase * self.workload.samples / rate if rate and not self.charges.notice_s else 0.0
+        return {"redo": done, "move": self.charges.move_s(self.workload), "join": self.charges.join_s}

@@ -31,6 +31,8 @@ class Workload:
     """Samples in each."""
     costs: Costs
     """Seconds, for one of P stages."""
+    expected: Costs | None = None
+    """What plans around holes are made with, where that is not what actions turn out to take."""
     state_bytes: float = 0.0
     """Parameters and optimizer state of the whole model: what a newcomer fetches its share of."""
     least_stages: int = 0
@@ -38,6 +40,9 @@ class Workload:
     layers: int = 0
     """A model can be cut into so many equal parts; 0: anywhere."""
     memory: Memory = None
+    schedule: str = ""
+    """What is run while every slot is filled: 1f1b, zb or gpipe, as `culm run --schedule`; "": what the planner makes,
+    with `split`, `stagger` and `memory`. Steps with holes are always the planner's."""
     split: bool = True
     stagger: bool = True
     instance: str = ""
@@ -52,6 +57,8 @@ class Workload:
                 f"{self.name}: pipelines is {self.pipelines}, but a step has {self.micro_batches} micro-batches: "
                 f"use at most that many pipelines"
             )
+        if self.schedule not in ("", "gpipe", "1f1b", "zb"):
+            raise UsageError(f"{self.name}: schedule is {self.schedule!r}: use 1f1b, zb or gpipe, or leave it out")
         if not (math.isfinite(self.state_bytes) and self.state_bytes >= 0):
             raise UsageError(f"{self.name}: state_bytes is {self.state_bytes}: use a number of at least 0")
         if not self.total_s > 0:
@@ -135,7 +142,7 @@ def workload_of(found: dict[str, Any], source: str) -> Workload:
     if not isinstance(times, dict):
         raise UsageError(f"{source} has no table [times]: give forward, input and weight in seconds")
     _check_names(times, _TIMES, f"{source}, [times]")
-    known = [f.name for f in fields(Workload) if f.name != "costs"]
+    known = [f.name for f in fields(Workload) if f.name not in ("costs", "expected")]
     _check_names(found, known, source)
     for name in ("pipelines", "stages", "micro_batches"):
         if name not in found:

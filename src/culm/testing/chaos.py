@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from culm.cluster.blows import Blow, Kill
+from culm.cluster.blows import Blow, Kill, Warn
 from culm.cluster.prepare import Request, prepare
 from culm.cluster.setup import STRATEGIES
 from culm.errors import UsageError
@@ -28,13 +28,14 @@ from culm.schedule import generate
 from culm.testing.cluster import LEASE_S
 from culm.testing.draw import PEERS, draw_faults
 from culm.testing.fate import Strike
-from culm.testing.faults import Faults
+from culm.testing.faults import Faults, Outage
 from culm.testing.reference import Trained, reference
 from culm.testing.survive import endure
 
 FEATURES = ("clip", "tied", "batch norm", "dropout", "weighted loss", "bf16", "evaluation", "checkpoints")
 SHAPES = ((1, 2), (1, 3), (2, 2), (2, 3), (3, 2))
 _WIDTH, _LAYERS, _STEPS = 4, 6, 4
+_LEADS = re.compile(r" node \d+ leads")
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,9 @@ class Outcome:
     scenario: Scenario
     strikes: tuple[Strike, ...] = ()
     recoveries: tuple[str, ...] = ()
-    """Where each recovery found the layers of the lost: peers, shadow or checkpoint."""
+    """Where each recovery found the layers of the lost: peers, shadow or checkpoint; or that they had notice."""
+    leaders: int = 1
+    """How many nodes led, one after the other."""
     failure: str = ""
     history: str = ""
 
@@ -114,7 +117,8 @@ def face(scenario: Scenario) -> Outcome:
         except AssertionError as error:
             return Outcome(scenario, failure=str(error))
     recoveries = tuple(recovery["source"] for recovery in run.summary["recoveries"])
-    return Outcome(scenario, run.strikes, recoveries, history=str(run.history))
+    history = str(run.history)
+    return Outcome(scenario, run.strikes, recoveries, len(_LEADS.findall(history)), history=history)
 
 
 def _request(scenario: Scenario, folder: str) -> Request:
@@ -149,6 +153,7 @@ def covered(outcomes: Iterable[Outcome]) -> dict[str, dict[str, int]]:
         counts["moment"].update(_moment(strike) for strike in outcome.strikes if isinstance(strike.fault, Blow))
         counts["recoveries"][str(len(outcome.recoveries))] += 1
         counts["recovered from"].update(outcome.recoveries)
+        counts["leaders"][str(outcome.leaders)] += 1
     return {name: dict(sorted(counter.items())) for name, counter in counts.items()}
 
 
@@ -156,6 +161,10 @@ def _kind(strike: Strike) -> str:
     fault = strike.fault
     if isinstance(fault, Kill):
         return f"kill of {len(fault.nodes)}" + (" with what they had sent" if fault.silence else "")
+    if isinstance(fault, Warn):
+        return f"notice of {len(fault.nodes)}" + ("" if fault.seconds else ", and at once gone")
+    if isinstance(fault, Outage):
+        return "outage of the store" + (" beyond the lease" if fault.seconds > LEASE_S else "")
     if isinstance(fault, Blow) and getattr(fault, "seconds", 0.0) > LEASE_S:
         return f"{fault.word} beyond the lease"
     return fault.word.replace("_", " ")

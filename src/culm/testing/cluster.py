@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import itertools
+from collections.abc import Awaitable, Callable, Sequence
 from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -71,6 +72,7 @@ def simulate(
     latency: float = 0.0,
     lease_s: float = LEASE_S,
     script: Script | None = None,
+    zones: Sequence[str] = (),
     **request: Any,
 ) -> Simulated:
     """Train a job on a simulated cluster; the arguments are those of `culm.train`. Raises what a real run would, or
@@ -79,9 +81,11 @@ def simulate(
     `faults` say what befalls the cluster, and `seed` decides what is random about them. `cost` says how many virtual
     seconds an action of a node takes in a step, `latency` how many anything is on its way, and `lease_s` after how many
     a silent node counts as gone. `script` is a coroutine beside the run that may hurt it: see `Cluster.kill`.
+    Nodes come out of the `zones` in turn.
     """
     setup = prepare(job, Request(**request))
-    return enact(job, setup, faults=faults, seed=seed, cost=cost, latency=latency, lease_s=lease_s, script=script)
+    ways: dict[str, Any] = {"cost": cost, "latency": latency, "lease_s": lease_s, "script": script, "zones": zones}
+    return enact(job, setup, faults=faults, seed=seed, **ways)
 
 
 def enact(
@@ -94,9 +98,11 @@ def enact(
     latency: float = 0.0,
     lease_s: float = LEASE_S,
     script: Script | None = None,
+    zones: Sequence[str] = (),
 ) -> Simulated:
     """`simulate` for what has been prepared already: many runs of one setup."""
-    cluster = Cluster(job, setup, VirtualClock(cost), MemoryNetwork(latency), faults=faults, seed=seed, lease_s=lease_s)
+    seams = (VirtualClock(cost), MemoryNetwork(latency))
+    cluster = Cluster(job, setup, *seams, faults=faults, seed=seed, lease_s=lease_s, zones=zones)
     before = torch.get_num_threads()
     torch.set_num_threads(job.threads)
     try:
@@ -135,7 +141,9 @@ class Cluster:
         faults: Faults = NO_FAULTS,
         seed: int = 0,
         lease_s: float = LEASE_S,
+        zones: Sequence[str] = (),
     ) -> None:
+        self._zones = tuple(zones) or ("",)
         self.job, self.setup, self.clock, self.network = job, setup, clock, network
         self.store = MemoryStore()
         self.store.write("setup", encode(setup))
@@ -234,8 +242,11 @@ class Cluster:
     async def _node(self, number: int) -> None:
         """A node: an agent, which starts a worker."""
 
+        lives = itertools.count()
+
         async def start_worker(agent: str) -> None:
-            endpoint = self.network.endpoint(f"worker-{number}")
+            life = next(lives)
+            endpoint = self.network.endpoint(f"worker.{life}-{number}" if life else f"worker-{number}")
             worker = self.workers[number] = Worker(self.job, number, agent, endpoint, self.clock)
             try:
                 await worker.run()
@@ -246,12 +257,13 @@ class Cluster:
         client = self.machines.session(number)
         try:
             seams = (endpoint, self.clock, client)
-            await Agent(self.job, number, "simulated", *seams, start_worker, self._notices[number]).run()
+            zone = self._zones[number % len(self._zones)]
+            await Agent(self.job, number, "simulated", *seams, start_worker, self._notices[number], zone=zone).run()
         except asyncio.CancelledError:
             if number not in self.machines.gone:
                 raise
         finally:
-            self.store.end(f"agent-{number}")
+            self.machines.end_session(number)
             await endpoint.close()
 
     def _snapshot(self) -> Snapshot:

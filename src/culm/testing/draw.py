@@ -16,8 +16,8 @@ PEERS = frozenset(("shadow", "shadow-lazy", "reroute"))
 """Strategies under which the workers of the same stage in other pipelines take over."""
 SHADOWS = frozenset(("shadow", "shadow-lazy"))
 """Strategies under which a worker holds the layers of its successor, too."""
-_LETHAL = {"kill": 8, "group": 3, "long pause": 2, "partition": 2}
-_HARMLESS = {"pause": 3, "late": 1, "slow link": 1, "slow disk": 1, "reorder": 1, "lose": 1}
+_LETHAL = {"kill": 8, "group": 3, "long pause": 2, "partition": 2, "notice": 6, "leader": 3}
+_HARMLESS = {"pause": 3, "late": 1, "slow link": 1, "slow disk": 1, "reorder": 1, "lose": 1, "outage": 3}
 """What is drawn, and how often beside the others."""
 
 
@@ -50,10 +50,10 @@ class _Drawing:
     def nodes(self) -> int:
         return len(self.plan.workers)
 
-    def victims(self, count: int) -> tuple[int, ...]:
+    def victims(self, count: int, first: int | None = None) -> tuple[int, ...]:
         """Neighbours that the strategy can lose on top of those that are lost; none if these would be too many."""
         alive = [node for node in range(self.nodes) if node not in self.lost]
-        first = self.dice.randrange(len(alive))
+        first = self.dice.randrange(len(alive)) if first is None else first
         chosen = tuple((alive * 2)[first : first + count])
         lost = self.lost.union(chosen)
         if len(set(chosen)) < count or not bearable(self.strategy, self.plan.pipelines, self.plan.stages, lost):
@@ -73,7 +73,10 @@ class _Drawing:
         if kind == "commit" and node == 0:
             return {"at": "commit", "step": step}
         if kind == "after":
-            return {"after_s": round(self.dice.uniform(0.0, 0.02 * len(actions) * self.steps), 4)}
+            soonest = (
+                0.05 if node == 0 else 0.0
+            )  # nobody knows yet what a leader knew that is lost before the first epoch
+            return {"after_s": round(soonest + self.dice.uniform(0.0, 0.02 * len(actions) * self.steps), 4)}
         if kind == "nth" or again:  # after a loss a node may run other actions than the plan says
             return {"step": step, "nth": self.dice.randint(1, len(actions))}
         return {"at": self.dice.choice(actions), "step": step}
@@ -81,16 +84,26 @@ class _Drawing:
     def lose(self, faults: Faults) -> Faults:
         """A fault more by which nodes are lost; where the strategy could not bear that, one that is harmless."""
         again, kind = bool(self.lost), self.drawn(_LETHAL)
-        nodes = self.victims(2 if kind == "group" else self.dice.choice((1, 1, 2)) if kind == "partition" else 1)
+        several = {"group": 2, "partition": self.dice.choice((1, 1, 2)), "notice": self.dice.choice((1, 1, 2))}
+        nodes = self.victims(several.get(kind, 1), 0 if kind == "leader" else None)
         if not nodes:
             return self.hinder(faults)
+        if kind == "leader":
+            kind = self.dice.choice(("kill", "long pause", "notice"))
         when, node = self.moment(nodes[0], again=again), nodes if len(nodes) > 1 else nodes[0]
         longer = round(self.lease_s * self.dice.uniform(1.1, 4.0), 3)
         if kind == "long pause":
             return faults.pause(node, seconds=longer, **when)
         if kind == "partition":
             return faults.partition(node, seconds=longer, **when)
+        if kind == "notice":
+            return faults.warn(node, seconds=self.notice_s(), **when)
         return faults.kill(node, silence=self.dice.random() < 0.3, **when)
+
+    def notice_s(self) -> float:
+        """None at all, less than a step, or more."""
+        span = self.dice.choice(((0.0, 0.0), (0.01, 0.1), (0.1, 0.5), (1.0, 10.0)))
+        return round(self.dice.uniform(*span), 3)
 
     def ruin(self, faults: Faults, step: int) -> Faults:
         """A fault more that no strategy has to bear: all nodes but a few are lost together in a step."""
@@ -110,14 +123,21 @@ class _Drawing:
         match kind:
             case "pause":
                 return faults.pause(node, seconds=seconds, **self.moment(node, again=again))
+            case "slow disk":
+                return faults.slow_disk(node, seconds=seconds)
+            case "outage":
+                return faults.outage(node, seconds=round(4 * seconds, 3), **self.moment(node, again=again))
+        return self.disturb(faults, kind, node, other, seconds)
+
+    def disturb(self, faults: Faults, kind: str, node: int, other: int, seconds: float) -> Faults:
+        """A fault more of what is on its way."""
+        match kind:
             case "late":
                 return faults.late(node, other, seconds=seconds, nth=self.dice.randint(1, 30))
             case "slow link":
                 return faults.slow_link(node, other, latency=round(seconds / 20, 4))
             case "lose" if self.strategy != "none":
                 return faults.lose(node, other, nth=self.dice.randint(1, 40))
-            case "slow disk":
-                return faults.slow_disk(node, seconds=seconds)
         return faults.reorder(seconds=round(seconds / 20, 4), seed=self.dice.randrange(1000))
 
     def grow(self, faults: Faults) -> Faults:
@@ -125,7 +145,10 @@ class _Drawing:
         if self.strategy not in PEERS:
             return self.hinder(faults)
         node = self.dice.randrange(self.nodes)
-        return faults.join(node, count=self.dice.choice((1, 1, 2)), **self.moment(node, again=bool(self.lost)))
+        faults = faults.join(node, count=self.dice.choice((1, 1, 2)), **self.moment(node, again=bool(self.lost)))
+        if self.dice.random() < 0.3:  # and the first of them has to go again, perhaps before it is level
+            return faults.warn(self.nodes, seconds=self.notice_s(), at=self.dice.choice(("adopt", "copy")))
+        return faults
 
     def drawn(self, kinds: Mapping[str, int]) -> str:
         return self.dice.choices(list(kinds), list(kinds.values()))[0]
@@ -134,8 +157,9 @@ class _Drawing:
 def draw_faults(
     dice: random.Random, plan: Plan, *, strategy: str, steps: int, lease_s: float, saved_from: int | None = None
 ) -> Faults:
-    """One to four faults for a run. Nodes are lost, by a kill, or by a silence that is longer than the lease, only
-    while each layer keeps a holder; and, where there is a checkpoint from some step on, all but a few from there on."""
+    """One to four faults for a run. Nodes are lost, by a kill, by a silence that is longer than the lease, or after a
+    notice, only while each layer keeps a holder; and, where there is a checkpoint from some step on, all but a few from
+    there on."""
     drawing = _Drawing(dice, plan, strategy, steps, lease_s)
     faults = Faults()
     for _ in range(dice.choice((1, 2, 2, 3, 3, 4))):

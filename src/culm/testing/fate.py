@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from culm.cluster.blows import Blow, Fault, Join, Kill, Partition, Pause, Warn
 from culm.errors import UsageError
-from culm.testing.faults import Faults, Late, LinkFault, Lose, Reorder, SlowDisk, SlowLink
+from culm.testing.faults import Faults, Late, LinkFault, Lose, Outage, Reorder, SlowDisk, SlowLink
 from culm.testing.machines import node_of
 from culm.transport.memory import Parcel, Passage
 
@@ -91,6 +91,8 @@ class Fate:
             case Warn():
                 for node in blow.nodes:
                     self._warn(node, blow.seconds)
+            case Outage():
+                self.machines.lose_store(blow.seconds)
             case Partition():
                 self.machines.cut_off(frozenset(blow.nodes), blow.seconds)
 

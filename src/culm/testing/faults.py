@@ -11,7 +11,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias
 
-from culm.cluster.blows import Fault, Join, Kill, Partition, Pause, Warn, check_seconds
+from culm.cluster.blows import Blow, Fault, Join, Kill, Partition, Pause, Warn, check_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outage(Blow):
+    """The store answers nobody for a while, from when one of `node` has done an action. Nobody's session ends then: a
+    node that is silent has a whole lease afterwards, as etcd grants it."""
+
+    word: ClassVar[str] = "outage"
+    seconds: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_seconds(self.word, self.seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +172,19 @@ class Faults:
     ) -> Faults:
         """See Warn, and Blow for the moment."""
         return self + Warn(node=_nodes(node), seconds=seconds, at=at, step=step, nth=nth, after_s=after_s)
+
+    def outage(
+        self,
+        node: Nodes = 0,
+        *,
+        seconds: float,
+        at: str | None = None,
+        step: int | None = None,
+        nth: int = 1,
+        after_s: float | None = None,
+    ) -> Faults:
+        """The store is out of reach. See Outage, and Blow for the moment, which is one of an action of `node`."""
+        return self + Outage(node=_nodes(node), seconds=seconds, at=at, step=step, nth=nth, after_s=after_s)
 
     def lose(
         self,

@@ -35,6 +35,10 @@ class Machines:
         self.gone: set[int] = set()
         """Killed, or silent for so long that the others were told so."""
         self._cuts: list[frozenset[int]] = []
+        self._outages = 0
+        """How many outages of the store are under way."""
+        self._ending: list[int] = []
+        """Nodes whose session ends when the store is back."""
         self._healed = asyncio.Event()
         self._sessions: dict[int, Session] = {}
         self._leases: dict[int, asyncio.TimerHandle] = {}
@@ -48,7 +52,7 @@ class Machines:
         """The nodes vanish at once: nothing of them takes another step, and every connection to them breaks."""
         for node in nodes:
             self.history.note(node, "killed")
-            for address in (f"agent-{node}", f"worker-{node}"):
+            for address in sorted(address for address in self.network.endpoints if node_of(address) == node):
                 self.network.drop(address, silence=silence)
             virtual_loop().end(node)
             self._end_session(node)
@@ -85,6 +89,10 @@ class Machines:
                 self.network.sever(one, other)
         for node in nodes:
             self._speak(node)
+        self._wake()
+
+    def _wake(self) -> None:
+        """Whoever waits for the store looks again."""
         self._healed.set()
         self._healed.clear()
 
@@ -94,12 +102,33 @@ class Machines:
 
     async def reach_store(self, node: int) -> None:
         """Wait until the node can speak to the store."""
-        while any(node in cut for cut in self._cuts):
+        while self._outages or any(node in cut for cut in self._cuts):
             await self._healed.wait()
+
+    def lose_store(self, seconds: float) -> None:
+        """The store answers nobody, and takes note of nothing, for a while."""
+        self.history.note(None, f"the store is out of reach for {seconds:g} s")
+        self._outages += 1
+        for lease in self._leases.values():
+            lease.cancel()
+        _later(seconds, self._find_store, None)
+
+    def _find_store(self, _: None) -> None:
+        self._outages -= 1
+        if self._outages:
+            return
+        self.history.note(None, "the store is back")
+        self._leases = {node: _later(self.lease_s, self._expire, node) for node in self._leases}
+        for node in self._ending:
+            self.store.end(f"agent-{node}")
+        self._ending.clear()
+        self._wake()
 
     def _fall_silent(self, node: int) -> None:
         if node not in self._leases and node not in self.gone:
             self._leases[node] = _later(self.lease_s, self._expire, node)
+            if self._outages:  # it begins anew when the store is back
+                self._leases[node].cancel()
 
     def _expire(self, node: int) -> None:
         self.history.note(node, f"silent for {self.lease_s:g} s: its session in the store has ended")
@@ -114,7 +143,14 @@ class Machines:
         self.gone.add(node)
         if node in self._sessions:
             self._sessions[node].end()
-        self.store.end(f"agent-{node}")
+        self.end_session(node)
+
+    def end_session(self, node: int) -> None:
+        """The node's keys go, as soon as the store takes note."""
+        if self._outages:
+            self._ending.append(node)
+        else:
+            self.store.end(f"agent-{node}")
 
 
 class Session:

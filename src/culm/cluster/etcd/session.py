@@ -67,6 +67,15 @@ class Session:
             self._lose()
         return bool(done)
 
+    async def fence(self, lease: int, key: bytes) -> None:
+        """Somebody else is taken for dead: with this write a key of his goes, and he can change nothing any more."""
+        await self.write([wire.delete(marker(self._home, lease)), wire.delete(key)])
+
+    async def revoke(self, lease: int) -> None:
+        """All other keys of somebody who was fenced go. (This takes etcd longer than a write.)"""
+        with contextlib.suppress(Gone):  # it ran out meanwhile
+            await self._gateway.call("/v3/lease/revoke", {"ID": str(lease)}, Anything)
+
     async def _keep(self) -> None:
         """Renew the lease until it is lost."""
         while True:
@@ -88,10 +97,3 @@ class Session:
 def marker(home: str, lease: int) -> bytes:
     """The key that says that a session lives."""
     return f"{home}session/{lease:016x}".encode()
-
-
-async def evict(gateway: Gateway, own: Session, home: str, lease: int) -> None:
-    """End somebody else's session: from the first write on he can change nothing, then his keys go together."""
-    await own.write([wire.delete(marker(home, lease))])
-    with contextlib.suppress(Gone):  # it ran out meanwhile
-        await gateway.call("/v3/lease/revoke", {"ID": str(lease)}, Anything)

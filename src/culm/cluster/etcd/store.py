@@ -12,7 +12,7 @@ from culm.cluster.etcd.access import Access, check_job_name
 from culm.cluster.etcd.gateway import Gateway
 from culm.cluster.etcd.mirror import Mirror
 from culm.cluster.etcd.refusals import Unreachable
-from culm.cluster.etcd.session import Session, evict
+from culm.cluster.etcd.session import Session
 from culm.cluster.etcd.wire import KeyValue, RangeAnswer, prefix_end
 from culm.cluster.store import Change
 from culm.cluster.timeouts import derive
@@ -128,7 +128,8 @@ class EtcdStore:
         if found is None or not found.lease:
             return False
         async with self._in_order:
-            await evict(self._gateway, self._session, self._home, found.lease)
+            await self._session.fence(found.lease, self._key(key))
+        await self._session.revoke(found.lease)  # calls that were made meanwhile need not wait for it
         return True
 
     async def put_blob(self, data: bytes) -> str:
@@ -154,11 +155,19 @@ class EtcdStore:
                 folder = blob.folder(self._home, name)
                 await self._write([wire.delete(folder, prefix_end(folder))])
 
-    async def erase(self) -> None:
-        """Remove every key and blob of the job; sessions end with their clients."""
-        for part in ("key/", "blob/"):
-            prefix = f"{self._home}{part}".encode()
-            await self._write([wire.delete(prefix, prefix_end(prefix))])
+    async def erase(self, *, but: str = "") -> None:
+        """Remove every key and blob of the job, all but one key if asked; sessions end with their clients."""
+        keys, kept = self._key(""), self._key(but)
+        if but:
+            await self._write([wire.delete(keys, kept), wire.delete(kept + b"\0", prefix_end(keys))])
+        else:
+            await self._write([wire.delete(keys, prefix_end(keys))])
+        blobs = blob.folder(self._home)
+        await self._write([wire.delete(blobs, prefix_end(blobs))])
+
+    async def names(self, prefix: str) -> list[str]:
+        """The keys that begin with a prefix, in order."""
+        return [key.removeprefix(self._key("")).decode() for key in await self._keys(self._key(prefix))]
 
     def _key(self, key: str) -> bytes:
         return f"{self._home}key/{key}".encode()

@@ -47,6 +47,7 @@ class Replay:
     def __init__(self, system: str, constants: Constants, speeds: Mapping[int, float]) -> None:
         self.system, self.constants, self.speeds = system, constants, speeds
         self.expected_s = 0.0
+        self.phase = 0.0
         self.nodes = 0
         self.checkpoint_write_s = 0.0
         self.checkpoint_stall_s = constants.checkpoint
@@ -71,7 +72,7 @@ class Replay:
         if self.system == "varuna":
             self.checkpoint_every_s = 10 * c.samples / rate if rate else 0.0
             return Turn(rate, {"restart": c.varuna}, "checkpoint" if lost else "")
-        redo = {"redo": c.samples / before / 2} if lost and before else {}
+        redo = {"redo": self.phase * c.samples / before} if lost and before else {}
         pause = c.oobleck if self.system == "oobleck" else c.bamboo
         return Turn(rate, {**redo, "reconfigure": pause})
 

@@ -1,0 +1,328 @@
+"""The baselines, simulated: what each loses, what it says of it, and that weights are what they must be."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from culm import Job
+from culm.cluster.baselines import crew_of
+from culm.cluster.prepare import Request, prepare
+from culm.plan.lineage import Cell
+from culm.plan.recover import untainted
+from culm.runtime.epoch import Member
+from culm.testing import Faults, Simulated, Trained, reference, simulate
+from culm.testing.chaos import job_of
+from culm.testing.survive import Cost, varied
+
+STEPS = 8
+BATCH = 16
+"""Samples of a step."""
+
+
+@functools.cache
+def job(features: tuple[str, ...] = (), *, exact: bool = True) -> Job:
+    return replace(job_of(features, exact, 4), steps=STEPS)
+
+
+@functools.cache
+def truth(features: tuple[str, ...] = ()) -> Trained:
+    return reference(job(features))
+
+
+def run(
+    out: Path, faults: Faults, *, features: tuple[str, ...] = (), cost: Cost | None = None, **request: Any
+) -> tuple[Simulated, list[dict[str, Any]]]:
+    """A run that these faults struck, and its events."""
+    shape = {"pipelines": 2, "stages": 2, "out": str(out), **request}
+    found = simulate(job(features), faults=faults, cost=cost or varied(0), latency=0.001, **shape)
+    assert not found.missed(faults)
+    return found, [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+
+
+def rewound(out: Path, faults: Faults, **request: Any) -> tuple[Simulated, list[dict[str, Any]]]:
+    """A run under checkpoint, or what is asked for, that learned what the undisturbed one does."""
+    found, events = run(out, faults, **{"strategy": "checkpoint", "checkpoint_every": 2, **request})
+    assert found.state_sha256 == truth(request.get("features", ())).state_sha256
+    assert found.summary["samples"] == found.summary["samples_expected"] == STEPS * BATCH
+    assert (found.summary["samples_lost"], found.summary["samples_duplicated"]) == (0, 0)
+    return found, events
+
+
+def of(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [event for event in events if event["kind"] == kind]
+
+
+# checkpoint
+
+
+@pytest.mark.parametrize("restart", ["warm", "cold"])
+@pytest.mark.parametrize("victim", range(4))
+def test_after_a_loss_everyone_begins_again_from_the_newest_checkpoint(
+    tmp_path: Path, victim: int, restart: str
+) -> None:
+    found, events = rewound(tmp_path, Faults().kill(victim, step=5, nth=3), restart=restart)
+    (lost,) = found.summary["recoveries"]
+    assert (lost["step"], lost["lost"], lost["source"]) == (5, [victim], "checkpoint")
+    assert lost["redone_actions"] > 0
+    assert lost["redo_ms"] > 0
+    assert found.summary["samples_redone"] == BATCH  # step 4, which was committed; 5 was open
+    (rewind,) = of(events, "rewound")
+    assert (rewind["step"], rewind["steps"], rewind["samples"]) == (4, 1, BATCH)
+
+
+def test_peers_that_hold_the_layers_do_not_count(tmp_path: Path) -> None:
+    """The same loss costs `reroute` nothing that was committed."""
+    faults = Faults().kill(1, step=5, nth=3)
+    assert rewound(tmp_path / "a", faults)[0].summary["samples_redone"] > 0
+    assert rewound(tmp_path / "b", faults, strategy="reroute")[0].summary["samples_redone"] == 0
+
+
+def test_steps_are_written_down_once_though_they_were_run_twice(tmp_path: Path) -> None:
+    rewound(tmp_path, Faults().kill(1, step=5, nth=3), checkpoint_every=4)
+    steps = [json.loads(line)["step"] for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert steps == list(range(STEPS))
+
+
+def test_without_a_checkpoint_yet_the_run_begins_as_it_began(tmp_path: Path) -> None:
+    found, events = rewound(tmp_path, Faults().kill(1, step=2, nth=3), checkpoint_every=4)
+    assert found.summary["samples_redone"] == 2 * BATCH
+    assert "everyone begins again as it began" in of(events, "epoch")[-1]["why"]
+
+
+def test_a_node_that_stands_by_takes_the_place_of_the_lost_at_once(tmp_path: Path) -> None:
+    found, events = rewound(tmp_path, Faults().join(2, step=1).kill(1, step=5, nth=3))
+    assert not of(events, "waiting")
+    assert of(events, "epoch")[-1]["members"] == [0, 4, 2, 3]
+    assert of(events, "epoch")[-1]["why"].endswith("all slots filled")
+    assert found.virtual_s < 2.0
+
+
+def test_a_restart_waits_for_a_node_and_goes_on_when_it_comes(tmp_path: Path) -> None:
+    """Nothing moves meanwhile, so the newcomer can only come by the clock."""
+    faults = Faults().kill(1, step=5, nth=3).join(0, after_s=3.0)
+    found, events = rewound(tmp_path, faults, replace_within=60.0)
+    (waiting,) = of(events, "waiting")
+    assert 59.0 < waiting["seconds"] <= 60.0
+    assert of(events, "epoch")[-1]["members"] == [0, 4, 2, 3]
+    assert 3.0 < found.virtual_s < 10.0
+
+
+@pytest.mark.parametrize("restart", ["warm", "cold"])
+def test_if_nobody_comes_whole_pipelines_go_on_and_the_rest_stands_by(tmp_path: Path, restart: str) -> None:
+    _, events = rewound(tmp_path, Faults().kill(1, step=5, nth=3), replace_within=2.0, restart=restart)
+    last = of(events, "epoch")[-1]
+    assert last["members"] == [2, 3]
+    assert last["why"] == (
+        "strategy checkpoint: node 1 is gone, everyone begins again from the checkpoint after step 4, "
+        "on 1 whole pipeline of 2, node 0 is standing by"
+    )
+
+
+def test_who_stands_by_makes_a_pipeline_whole_when_another_is_lost(tmp_path: Path) -> None:
+    faults = Faults().kill(1, step=3, nth=3).kill(2, step=6, nth=3)
+    _, events = rewound(tmp_path, faults, replace_within=0.0)
+    assert of(events, "epoch")[-1]["members"] == [0, 3]
+
+
+def test_fewer_nodes_than_a_pipeline_has_stages_carry_several_each(tmp_path: Path) -> None:
+    _, events = rewound(tmp_path, Faults().kill((0, 1, 2), step=5, nth=3), replace_within=0.0)
+    assert "on 1 node with several stages on each" in of(events, "epoch")[-1]["why"]
+
+
+def test_nodes_that_come_later_are_taken_in_when_a_checkpoint_is_complete(tmp_path: Path) -> None:
+    """Then hardly anything is redone for them."""
+    faults = Faults().kill(1, step=1, nth=3).join(2, step=4)
+    found, events = rewound(tmp_path, faults, replace_within=0.0)
+    assert of(events, "epoch")[-1]["members"] == [0, 4, 2, 3]
+    assert "from the checkpoint after step" in of(events, "epoch")[-1]["why"]
+    assert found.summary["preemptions"] == 1
+
+
+def test_only_a_loss_is_waited_for_not_a_growth_that_leaves_slots_empty(tmp_path: Path) -> None:
+    faults = Faults().kill((1, 3, 5), step=1, nth=3).join(0, step=4)
+    _, events = rewound(tmp_path, faults, pipelines=3, replace_within=2.0)
+    assert [len(epoch["members"]) for epoch in of(events, "epoch")] == [6, 2, 4]
+    assert len(of(events, "waiting")) == 1
+
+
+def test_a_second_loss_while_steps_are_run_again_is_counted_too(tmp_path: Path) -> None:
+    faults = Faults().kill(1, step=5, nth=3).kill(3, step=4, nth=9)
+    found, _ = rewound(tmp_path, faults, pipelines=3, replace_within=0.0)
+    assert [lost["lost"] for lost in found.summary["recoveries"]] == [[1, 3]]
+    assert found.summary["preemptions"] == 2
+
+
+def test_nothing_is_kept_where_only_a_checkpoint_counts(tmp_path: Path) -> None:
+    kept = {
+        strategy: rewound(tmp_path / strategy, Faults(), strategy=strategy)[0].summary["memory"]["kept_bytes"]
+        for strategy in ("checkpoint", "reroute")
+    }
+    assert kept["checkpoint"] == 0 < kept["reroute"]
+
+
+def test_a_connection_that_breaks_is_a_restart_too(tmp_path: Path) -> None:
+    """Nobody is gone, but nothing was kept that could be sent again."""
+    found, events = rewound(tmp_path, Faults().lose(0, 1, nth=12, kind="frame"))
+    assert found.summary["preemptions"] == 0
+    assert of(events, "epoch")[-1]["number"] > 1
+
+
+def test_cold_restarts_start_every_worker_anew_and_warm_ones_none(tmp_path: Path) -> None:
+    for restart, expected in (("cold", [0, 2, 3]), ("warm", [])):
+        _, events = rewound(tmp_path / restart, Faults().kill(1, step=5, nth=3), restart=restart)
+        assert sorted(event["node"] for event in of(events, "worker_renewed")) == expected
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_the_leader_may_be_lost_in_a_cold_restart(tmp_path: Path, nth: int) -> None:
+    faults = Faults().kill(1, step=5, nth=3).kill(0, step=5, nth=3 + nth)
+    found, _ = run(tmp_path, Faults(), strategy="checkpoint", checkpoint_every=2, restart="cold")
+    hurt = simulate(
+        job(), faults=faults, cost=varied(nth), latency=0.001, pipelines=2, stages=2, strategy="checkpoint",
+        checkpoint_every=2, restart="cold", replace_within=0.0, out=str(tmp_path / "hurt"),
+    )  # fmt: skip
+    assert hurt.state_sha256 == found.state_sha256 == truth().state_sha256
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_crew_is_whole_pipelines_of_nodes_that_are_there_each_once(D: int, P: int, data: st.DataObject) -> None:
+    setup = prepare(job(), Request(pipelines=D, stages=P, strategy="none"))
+    slots = data.draw(st.sets(st.integers(0, D * P - 1)))
+    there = {slot: Member(slot, "") for slot in slots}
+    waiting = [Member(100 + i, "") for i in range(data.draw(st.integers(0, 5)))]
+    crew = crew_of(setup, there, waiting)
+    nodes = [member.node for member in crew.values()]
+    assert len(set(nodes)) == len(nodes)
+    assert set(nodes) <= {member.node for member in (*there.values(), *waiting)}
+    assert len(nodes) == min(D, (len(there) + len(waiting)) // P) * P or len(nodes) == len(there) + len(waiting) < P
+    assert len({slot // P for slot in crew}) <= max(1, len(nodes) // P)
+    assert all(crew[slot] == there[slot] for slot in crew if slot in there)  # nobody moves without need
+
+
+# migrate
+
+
+@pytest.mark.parametrize("pipelines", [1, 2])
+def test_with_notice_a_node_hands_over_and_nothing_is_redone(tmp_path: Path, pipelines: int) -> None:
+    faults = Faults().warn(1, seconds=60.0, step=4, nth=3)
+    found, _ = rewound(tmp_path, faults, strategy="migrate", pipelines=pipelines)
+    (gone,) = found.summary["recoveries"]
+    assert (gone["lost"], gone["source"], gone["redone_actions"]) == ([1], "notice", 0)
+    assert found.summary["samples_redone"] == 0
+
+
+@pytest.mark.parametrize("restart", ["warm", "cold"])
+def test_without_notice_migrate_is_as_checkpoint(tmp_path: Path, restart: str) -> None:
+    faults = Faults().kill(1, step=5, nth=3)
+    found, _ = rewound(tmp_path, faults, strategy="migrate", restart=restart, replace_within=0.0)
+    assert [lost["source"] for lost in found.summary["recoveries"]] == ["checkpoint"]
+    assert found.summary["samples_redone"] == BATCH
+
+
+def test_migrate_makes_no_copies_ahead_of_a_notice(tmp_path: Path) -> None:
+    _, events = rewound(tmp_path, Faults().join(0, step=2), strategy="migrate", pipelines=1)
+    assert not of(events, "protected")
+
+
+# drop
+
+
+def left_out(events: list[dict[str, Any]]) -> dict[int, list[int]]:
+    """By step: the micro-batches that the run says it has left out. A later epoch decides anew for what was open."""
+    found: dict[int, list[int]] = {}
+    for epoch, after in itertools.pairwise(events):
+        if epoch["kind"] == "epoch" and epoch["number"] > 1:
+            first = min(epoch["open_steps"], default=epoch["step"])
+            found = {step: micros for step, micros in found.items() if step < first}
+        if epoch["kind"] == "epoch" and after["kind"] == "dropping":
+            found |= {int(step): micros for step, micros in after["open_steps"].items()}
+            found |= dict.fromkeys(range(epoch["step"], STEPS), after["micro_batches"])
+    return {step: micros for step, micros in found.items() if micros}
+
+
+def dropped(out: Path, faults: Faults, **request: Any) -> tuple[Simulated, list[dict[str, Any]], dict[int, list[int]]]:
+    """A run whose weights are those of one process that leaves out the same micro-batches, and the ledger balances."""
+    found, events = run(out, faults, **{"strategy": "drop", **request})
+    described = job(request.get("features", ()))
+    without = left_out(events)
+    assert found.state_sha256 == reference(described, dropped=without).state_sha256
+    lost = described.micro_batch * sum(map(len, without.values()))
+    assert found.summary["samples_lost"] == lost
+    assert found.summary["samples"] + lost == found.summary["samples_expected"] == STEPS * BATCH
+    return found, events, without
+
+
+@pytest.mark.parametrize("nth", range(1, 7))
+@pytest.mark.parametrize("schedule", ["1f1b", "zb"])
+def test_the_hurt_pipelines_samples_are_left_out_whatever_the_node_was_at(
+    tmp_path: Path, schedule: str, nth: int
+) -> None:
+    found, _, without = dropped(tmp_path, Faults().kill(1, step=4, nth=nth), schedule=schedule)
+    assert set(without) in ({4, 5, 6, 7}, {5, 6, 7})  # of a step that some layer has made already nothing is left out
+    assert all(micros == [0, 1] for micros in without.values())
+    assert [lost["source"] for lost in found.summary["recoveries"]] == ["drop"]
+
+
+def test_it_says_that_training_changes(tmp_path: Path) -> None:
+    found, events, _ = dropped(tmp_path, Faults().kill(1, step=4, nth=2))
+    assert found.state_sha256 != truth().state_sha256
+    assert of(events, "dropping")[0]["why"].startswith("training changes")
+    assert "which changes training" in of(events, "run_started")[0]["why"]
+
+
+def test_the_others_take_as_long_as_before(tmp_path: Path) -> None:
+    """The batch shrinks: nobody runs more than its own."""
+    done: list[tuple[int, int, str]] = []
+
+    def cost(node: int, step: int, action: str) -> float:
+        done.append((node, step, action))
+        return 0.01 if set(action) & set("FIWB") else 0.0
+
+    dropped(tmp_path, Faults().kill(1, step=4, nth=2), cost=cost)
+    forwards = [(node, action) for node, step, action in done if step == STEPS - 1 and "F" in action]
+    assert sorted(forwards) == [(2, "0F2"), (2, "0F3"), (3, "1F2"), (3, "1F3")]
+
+
+def test_when_the_node_is_back_its_pipeline_counts_again(tmp_path: Path) -> None:
+    _, events, without = dropped(tmp_path, Faults().kill(1, step=1, nth=2).join(2, step=2))
+    assert min(without) == 1
+    assert STEPS - 1 not in without
+    assert of(events, "epoch")[-1]["members"] == [0, 4, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "features", [("clip", "tied"), ("batch norm", "weighted loss"), ("dropout", "evaluation"), ("bf16", "clip")]
+)
+def test_the_divisor_the_norm_and_the_statistics_are_of_what_was_counted(
+    tmp_path: Path, features: tuple[str, ...]
+) -> None:
+    _, _, without = dropped(tmp_path, Faults().kill(1, step=2, nth=2).join(2, step=4), features=features)
+    assert without
+
+
+def test_of_three_pipelines_two_may_be_hurt_one_after_the_other(tmp_path: Path) -> None:
+    _, _, without = dropped(tmp_path, Faults().kill(1, step=2, nth=2).kill(2, step=5, nth=2), pipelines=3)
+    assert [len(without[step]) for step in (3, 7)] == [2, 3]
+
+
+@pytest.mark.parametrize("moment", ["standing", "adopt"])
+def test_where_no_pipeline_is_whole_peers_run_all_there_is(tmp_path: Path, moment: str) -> None:
+    faults = Faults().kill(1, step=3, nth=4).kill(2, at=moment, nth=2 if moment == "adopt" else 1)
+    found, _, _ = dropped(tmp_path, faults, schedule="zb")
+    assert found.summary["recoveries"][-1]["source"] == "peers"
+
+
+def test_a_sum_that_has_something_dropped_in_it_counts_for_nothing() -> None:
+    cells = (Cell(3, 0, 0), Cell(3, 0, 2), Cell(3, 1, 2), Cell(4, 0, 0))
+    assert untainted(cells, {3: (0, 1)}) == (Cell(3, 1, 2), Cell(4, 0, 0))
+    assert untainted(cells, {}) == cells

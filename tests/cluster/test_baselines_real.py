@@ -1,0 +1,74 @@
+"""The baselines on real processes: SIGKILL, and everyone goes on as the strategy says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from culm.api import pickled
+from culm.cluster.setup import Request
+from culm.providers.local import LocalNursery, local_run
+from culm.testing import reference
+
+from .jobs import job, linear
+
+pytestmark = pytest.mark.real
+PATIENCE_S = 90.0
+STEPS = 6
+JOB = job(layers=[linear] * 4, steps=STEPS, exact=True)
+KILL = "node=3 step=3 at=1B3"
+
+
+def trained(nursery: LocalNursery, out: Path, **request: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The summary of a run that must end well, and its events."""
+
+    async def main() -> dict[str, Any]:
+        asked = Request(pipelines=2, stages=2, out=str(out), replace_within=0.0, **request)
+        async with local_run(nursery, pickled(JOB), asked) as run:
+            result = await run.result()
+            assert result.summary is not None, result.message
+            return result.summary
+
+    async def bounded() -> dict[str, Any]:
+        return await asyncio.wait_for(main(), PATIENCE_S)
+
+    summary = asyncio.run(bounded())
+    return summary, [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("restart", ["warm", "cold"])
+@pytest.mark.parametrize("strategy", ["checkpoint", "migrate"])
+def test_a_sigkill_throws_everyone_back_to_the_checkpoint_and_nothing_else_changes(
+    nursery: LocalNursery, tmp_path: Path, strategy: str, restart: str
+) -> None:
+    summary, events = trained(
+        nursery, tmp_path, strategy=strategy, restart=restart, checkpoint_every=2, kills=(KILL,)
+    )  # fmt: skip
+    assert summary["state_sha256"] == reference(JOB).state_sha256
+    assert summary["samples"] == summary["samples_expected"]
+    (lost,) = summary["recoveries"]
+    assert (lost["lost"], lost["source"]) == ([3], "checkpoint")
+    renewed = sorted(event["node"] for event in events if event["kind"] == "worker_renewed")
+    assert renewed == ([0, 1, 2] if restart == "cold" else [])
+
+
+def test_under_drop_the_whole_pipeline_goes_on_and_the_ledger_says_what_was_left_out(
+    nursery: LocalNursery, tmp_path: Path
+) -> None:
+    summary, events = trained(nursery, tmp_path, strategy="drop", kills=(KILL,))
+    (dropping,) = [event for event in events if event["kind"] == "dropping"]
+    without = {int(step): micros for step, micros in dropping["open_steps"].items()}
+    without |= dict.fromkeys(range(dropping["step"], STEPS), dropping["micro_batches"])
+    assert summary["state_sha256"] == reference(JOB, dropped=without).state_sha256
+    assert summary["samples_lost"] == JOB.micro_batch * sum(map(len, without.values())) > 0
+
+
+def test_auto_goes_on_as_if_nothing_had_been(nursery: LocalNursery, tmp_path: Path) -> None:
+    summary, events = trained(nursery, tmp_path, strategy="auto", kills=(KILL,))
+    assert summary["state_sha256"] == reference(JOB).state_sha256
+    assert (summary["strategy"], summary["samples_lost"], summary["samples_redone"]) == ("reroute", 0, 0)
+    assert "strategy reroute: " in next(event["why"] for event in events if event["kind"] == "run_started")

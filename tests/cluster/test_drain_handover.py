@@ -1,0 +1,92 @@
+"""Notices shorter than a step: sums and kept tensors change hands within them, and nobody waits for the commit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from culm.cluster.prepare import Request, prepare
+from culm.schedule import Plan
+from culm.testing import Faults, Survived, simulate, survives
+from culm.testing.chaos import job_of
+
+ACTION_S, LATENCY_S = 0.01, 0.0005
+JOB = replace(job_of((), True, 4), steps=5, global_batch=64)
+"""8 micro-batches a pipeline: what a worker has begun can be ended within a third of a step."""
+SHAPE: dict[str, Any] = {"pipelines": 2, "stages": 2, "strategy": "reroute"}
+
+
+def cost(node: int, step: int, action: str) -> float:
+    """Work takes long; to leave an epoch, and to begin one, does not."""
+    del node, step
+    return ACTION_S if action[1] in "FBIW" else LATENCY_S
+
+
+@pytest.fixture(scope="module")
+def pace_s() -> float:
+    """Virtual seconds of a step that nothing befalls."""
+    return simulate(JOB, cost=cost, latency=LATENCY_S, **SHAPE).virtual_s / JOB.steps
+
+
+def every_action(node: int, seconds: float) -> list[Faults]:
+    """A notice at each action of a node, in a step before which others have been seen."""
+    actions = Plan.from_text(prepare(JOB, Request(**SHAPE)).plan).workers[node]
+    return [Faults().warn(node, seconds=seconds, at=str(action), step=3) for action in actions]
+
+
+def survived(faults: Faults | list[Faults], **request: Any) -> list[Survived]:
+    return survives(JOB, faults=faults, cost=cost, latency=LATENCY_S, **{**SHAPE, **request})
+
+
+def paid(found: Survived) -> list[tuple[list[int], int, str]]:
+    """Of each recovery: who is gone, what was redone, and where the layers were found."""
+    return [(r["lost"], r["redone_actions"], r["source"]) for r in found.run.summary["recoveries"]]
+
+
+@pytest.mark.parametrize("node", [0, 3])
+def test_a_third_of_a_step_is_enough_to_hand_over_at_every_action(pace_s: float, node: int) -> None:
+    for found in survived(every_action(node, 0.3 * pace_s)):
+        assert paid(found) == [([node], 0, "notice")], found.faults
+
+
+def test_a_node_with_notice_is_gone_before_the_step_that_it_had_begun_is_complete(pace_s: float) -> None:
+    (found,) = survived(Faults().warn(1, seconds=0.3 * pace_s, step=3, nth=8))
+    happened = [entry.what for entry in found.run.history.entries]
+    assert happened.index("nodes/1 is gone from the store") < happened.index("step 3 is committed")
+
+
+def test_a_notice_of_no_time_at_all_is_a_loss_like_any_other_at_every_action() -> None:
+    for found in survived(every_action(1, 0.0)):
+        assert [lost for lost, _, _ in paid(found)] == [[1]], found.faults
+
+
+def test_what_there_is_no_time_to_end_is_begun_anew_and_all_that_was_summed_is_kept(pace_s: float) -> None:
+    at: dict[str, Any] = {"step": 3, "nth": 12}
+    (brief,), (killed,) = (
+        survived(faults) for faults in (Faults().warn(0, seconds=0.08 * pace_s, **at), Faults().kill(0, **at))
+    )
+    ((gone, again, source),), ((_, redone, _),) = paid(brief), paid(killed)
+    assert (gone, source) == ([0], "notice")
+    assert 0 < again < redone
+
+
+@pytest.mark.parametrize("strategy", ["shadow", "shadow-lazy"])
+def test_a_shadow_inherits_where_there_is_one_pipeline(pace_s: float, strategy: str) -> None:
+    faults = [Faults().warn(node, seconds=pace_s, step=3, nth=9) for node in range(3)]
+    for node, found in enumerate(survived(faults, pipelines=1, stages=3, strategy=strategy)):
+        assert paid(found) == [([node], 0, "notice")]
+
+
+def test_whoever_inherits_may_be_lost_in_its_turn(pace_s: float) -> None:
+    faults = Faults().warn(0, seconds=0.3 * pace_s, step=3, nth=8).kill(2, at="adopt", nth=2)
+    (found,) = survived(faults, pipelines=3)
+    assert sorted(node for lost, _, _ in paid(found) for node in lost) == [0, 2]
+
+
+def test_notices_shorter_than_a_step_may_overlap(pace_s: float) -> None:
+    faults = Faults().warn((0, 3), seconds=0.4 * pace_s, step=3, nth=8)
+    (found,) = survived(faults)
+    assert sorted(node for lost, _, _ in paid(found) for node in lost) == [0, 3]
+    assert {source for _, _, source in paid(found)} == {"notice"}

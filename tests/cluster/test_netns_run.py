@@ -1,0 +1,147 @@
+"""A run of two hosts, one with etcd, the launcher and a node, the other with `culm agent`, and a bad network."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from culm.job import load
+from culm.providers.etcd import _program
+from culm.testing import reference
+
+from . import netns
+from .netns import Lab, NoLab
+
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.skipif(not netns.possible(), reason="needs root and network namespaces"),
+]
+PATIENCE_S = 240
+JOB = """
+import time
+import torch
+from culm import Job
+from torch import nn
+
+class Nap(nn.Module):
+    seconds = 0.012
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+    def forward(self, x):
+        time.sleep(self.seconds)
+        return self.linear(x)
+
+DATA = [(torch.randn(4, generator=torch.Generator().manual_seed(i)), torch.zeros(4)) for i in range(32)]
+
+def job():
+    return Job(
+        layers=[Nap] * 4, loss=nn.functional.mse_loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        data=DATA, global_batch=8, micro_batch=2, steps=200, exact=True,
+    )
+"""
+
+
+class Command:
+    """culm on a host. What it says is read line by line."""
+
+    def __init__(self, lab: Lab, host: str, *arguments: str) -> None:
+        self._process = subprocess.Popen(
+            lab.command(host, sys.executable, "-m", "culm", *arguments),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "CULM_SECRET": "a secret of the test"},
+        )
+        self._bound = threading.Timer(PATIENCE_S, self._process.kill)  # what is never said would be waited for for ever
+        self._bound.start()
+        self.said: list[str] = []
+
+    def hear(self, part: str) -> None:
+        """Read until a line has this in it."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.said.append(line)
+            if part in line:
+                return
+        raise AssertionError(f"{part!r} was never said, but:\n{''.join(self.said)}")
+
+    def ended(self) -> int:
+        assert self._process.stdout is not None
+        self.said += list(self._process.stdout)
+        return self._process.wait()
+
+    def close(self) -> None:
+        self._bound.cancel()
+        self._process.kill()
+        self._process.communicate()
+
+
+@contextmanager
+def two_hosts(folder: Path, steps: int, slow_ms: int = 0) -> Iterator[tuple[Lab, Command, Command]]:
+    """The run and the agent, with the first step behind them."""
+    (folder / "napping.py").write_text(JOB)
+    with netns.lab("lead", "far") as lab:
+        if slow_ms:
+            lab.slow("far", slow_ms)
+        url, peers = f"http://{lab.address('lead')}:2379", "http://127.0.0.1:2380"
+        etcd = [_program(), f"--data-dir={folder / 'etcd'}", f"--listen-client-urls={url}"]
+        alone = [f"--advertise-client-urls={url}", f"--listen-peer-urls={peers}", "--log-level=panic"]
+        store = subprocess.Popen(lab.command("lead", *etcd, *alone))
+        file, out = str(folder / "napping.py"), str(folder / "out")
+        shape = ["--pipelines", "2", "--stages", "1", "--strategy", "reroute", "--steps", str(steps)]
+        run = Command(
+            lab, "lead", "run", file, *shape, "--etcd", url, "--local", "1", "--suspect-after", "2", "--out", out
+        )
+        far = Command(lab, "far", "agent", "--etcd", url, "--job", "napping", "--zone", "far")
+        try:
+            run.hear("step 1/")
+            yield lab, run, far
+        finally:
+            far.close()
+            run.close()
+            store.kill()
+            store.wait()
+
+
+def summary(folder: Path, steps: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    """Of the run, whose weights must be those of one process."""
+    found: dict[str, object] = json.loads((folder / "out" / "summary.json").read_text())
+    job = load(str(folder / "napping.py"), {"steps": str(steps)})
+    monkeypatch.setattr(job.layers[0], "seconds", 0.0)
+    assert found["state_sha256"] == reference(job).state_sha256
+    return found
+
+
+def test_a_host_that_was_silent_for_too_long_is_fenced_and_comes_back_when_the_network_heals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with two_hosts(tmp_path, 120) as (lab, run, far):
+        lab.silence("far")
+        run.hear("is gone")
+        lab.heal("far")
+        far.hear("this machine comes back as a new node")
+        run.hear("node 2 has come")
+        assert run.ended() == 0, run.said
+        assert far.ended() == 0, far.said
+    found = summary(tmp_path, 120, monkeypatch)
+    assert found["preemptions"] == 1
+    assert (found["samples_lost"], found["samples_duplicated"]) == (0, 0)
+
+
+def test_a_slow_link_costs_nobody_his_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        with two_hosts(tmp_path, 20, slow_ms=100) as (_, run, far):
+            assert run.ended() == 0, run.said
+            assert far.ended() == 0, far.said
+    except NoLab as reason:
+        pytest.skip(str(reason))
+    assert summary(tmp_path, 20, monkeypatch)["preemptions"] == 0

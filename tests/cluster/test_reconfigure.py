@@ -1,0 +1,135 @@
+"""The shape of a run changes while it goes on: other pipelines out of the same state, and nobody sees it in what is
+learned. The layouts are asked for here; when they are made by themselves is `test_reconfigure_policy`'s subject."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from culm.testing import Faults
+
+from .reshaping import STEPS, events, job, members, reshaped
+
+
+def test_two_pipelines_of_three_become_three_of_two() -> None:
+    run = reshaped((1, "3x2"), pipelines=2, stages=3)
+    before, after = members(run)
+    assert sorted(before.split()) == sorted(after.split())
+    assert (run.summary["pipelines"], run.summary["stages"]) == (2, 3), "a summary says what was asked for"
+
+
+def test_there_and_back_again() -> None:
+    run = reshaped((0, "1x4"), (4, "2x2"), pipelines=2, stages=2)
+    assert len(members(run)) == 3
+
+
+def test_of_a_hole_two_unequal_pipelines_are_made_and_nobody_idles() -> None:
+    run = reshaped((2, "3+2"), pipelines=2, stages=3, faults=Faults().kill(5, step=1, nth=3))
+    assert sorted(members(run)[-1].replace("-", "").split()) == ["0", "1", "2", "3", "4"]
+
+
+def test_nodes_that_come_make_further_pipelines() -> None:
+    faults = Faults().join(0, step=1, count=4)
+    run = reshaped((2, "3x2"), pipelines=1, stages=2, strategy="shadow", faults=faults)
+    assert sorted(members(run)[-1].split()) == ["0", "1", "2", "3", "4", "5"]
+
+
+def test_three_pipelines_of_which_one_is_shorter_with_split_backward() -> None:
+    reshaped((1, "3+3+2"), pipelines=2, stages=4, schedule="zb")
+
+
+@pytest.mark.parametrize(
+    "features", [("clip", "tied"), ("batch norm", "weighted loss"), ("dropout", "evaluation"), ("bf16", "tied")]
+)
+def test_layers_bring_all_that_they_learn_with(features: tuple[str, ...]) -> None:
+    reshaped((1, "3+2"), (4, "2x2"), described=job(features), pipelines=1, stages=5, strategy="shadow-lazy")
+
+
+@pytest.mark.parametrize("nodes", [(0,), (3,), (1, 3)])
+@pytest.mark.parametrize("moment", ["standing", "adopt", "moved"])
+def test_a_loss_on_the_way_to_another_shape_loses_nothing(nodes: tuple[int, ...], moment: str) -> None:
+    """The old holders still have everything: nothing goes before the first commit of the new shape."""
+    faults = Faults().kill(nodes, at=moment, nth=2 if moment == "adopt" else 1)
+    run = reshaped((1, "3x2"), pipelines=2, stages=3, faults=faults)
+    assert run.summary["preemptions"] == len(nodes)
+
+
+@pytest.mark.parametrize("nth", [4, 7, 10])
+def test_a_loss_in_the_first_step_of_the_new_shape_loses_nothing(nth: int) -> None:
+    run = reshaped((1, "3x2"), pipelines=2, stages=3, faults=Faults().kill(2, step=4, nth=nth))
+    assert run.summary["preemptions"] == 1
+    assert len(members(run)) > 2
+    assert members(run)[1].split()[2] != "-", "it was lost in the new shape"
+
+
+def test_a_loss_while_the_open_steps_drain_leaves_the_shape_as_it_is_until_that_fits_again() -> None:
+    faults = Faults().kill(2, step=3, nth=2)
+    run = reshaped((1, "3x2"), pipelines=2, stages=3, faults=faults)
+    assert members(run)[1:] == ["0 1 - 3 4 5"]
+
+
+def test_a_loss_in_unequal_pipelines_is_recovered_from_and_a_newcomer_takes_all_stages_of_its_post() -> None:
+    faults = Faults().kill(0, step=5, nth=4).join(1, step=6)
+    run = reshaped((1, "3+2"), pipelines=1, stages=5, strategy="shadow", faults=faults, described=job(steps=12))
+    assert "5" in members(run)[-1].split()
+    assert "0" not in members(run)[-1].split()
+
+
+def test_the_leader_may_be_lost_in_unequal_pipelines() -> None:
+    faults = Faults().kill(0, at="commit", step=5)
+    run = reshaped((1, "3+2"), pipelines=1, stages=5, strategy="shadow", faults=faults)
+    assert run.summary["preemptions"] == 1
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        Faults().warn(2, seconds=3, step=3, nth=3),
+        Faults().warn(2, seconds=3, at="moved"),
+        Faults().join(2, step=3, nth=3),
+        Faults().pause(2, seconds=4, at="moved"),
+        Faults().kill(0, at="moved", silence=True),
+        Faults().late(3, 1, seconds=0.4),
+    ],
+    ids=["notice", "notice in the move", "newcomer", "pause beyond the lease", "leader", "late"],
+)
+def test_whatever_else_happens_on_the_way_changes_nothing(faults: Faults) -> None:
+    reshaped((1, "3x2"), pipelines=2, stages=3, faults=faults)
+
+
+def test_checkpoints_of_all_shapes_are_complete(tmp_path: Path) -> None:
+    run = reshaped((1, "3+2"), pipelines=1, stages=5, strategy="shadow", checkpoint_every=2, out=str(tmp_path))
+    assert run.summary["checkpoints"][-1] == STEPS
+
+
+def test_a_run_that_went_back_to_a_checkpoint_has_the_shape_that_it_had_then(tmp_path: Path) -> None:
+    """Both holders of a stage are gone at once: the others build everything anew, in unequal pipelines."""
+    faults = Faults().kill((0, 3), step=7, nth=2)
+    run = reshaped(
+        (0, "3+2"), pipelines=2, stages=3, faults=faults + Faults().kill(5, step=1, nth=2), out=str(tmp_path),
+        checkpoint_every=1,
+    )  # fmt: skip
+    assert run.summary["preemptions"] == 3
+
+
+@pytest.mark.parametrize(
+    ("layout", "why"),
+    [
+        ("4x2", "the layout 4x2 was asked for: it needs 8 nodes, and 4 are there"),
+        ("2 by 2", "the layout '2 by 2' was asked for: '2 by 2' is no layout"),
+        ("7+1", "stages is 7: 6 layers can fill at most 6 stages"),
+    ],
+)
+def test_a_layout_that_can_not_be_is_refused_and_nothing_is_disturbed(tmp_path: Path, layout: str, why: str) -> None:
+    run = reshaped((1, layout), pipelines=2, stages=2, out=str(tmp_path))
+    assert why in events(tmp_path, "refused")[0]["why"]
+    assert len(members(run)) == 1
+
+
+def test_the_change_is_told_with_its_reason_and_what_it_took(tmp_path: Path) -> None:
+    reshaped((1, "3x2"), pipelines=2, stages=3, out=str(tmp_path))
+    drain, made = events(tmp_path, "drain", "reshaped")
+    assert (drain["layout"], drain["step"], drain["why"]) == ("3x2", 4, "3x2 was asked for")
+    assert (made["layout"], made["layers"]) == ("3x2", 8), "nobody is sent what it has"
+    assert made["seconds"] > 0
