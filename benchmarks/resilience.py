@@ -108,10 +108,10 @@ FULL = Plan(
     effort=resilience_overhead.FULL,
 )
 QUICK = Plan(
-    scene=Scene(pipelines=4, stages=3, each=3, unit_s=0.025, steps=16),
-    every=(2,),
-    waits=(True,),
-    pause_kills=1,
+    scene=Scene(pipelines=4, stages=3, each=3, unit_s=0.025, steps=14),
+    every=(4,),
+    waits=(False,),
+    pause_kills=2,
     pause_unit_s=0.03,
     detect_kills=4,
     grid=(),
