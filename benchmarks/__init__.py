@@ -1,4 +1,4 @@
-"""How fast culm is, measured beside torch.distributed.pipelining in the same minutes on the same machine.
+"""How fast culm is, and how it fares when nodes vanish, measured beside its peers on the same machine in one run.
 
 job       what both sides train: the fixed GPTs, their cut into stages, their data
 ranks     processes with a Gloo group among them, and the wire to command them
@@ -14,6 +14,14 @@ resilience  `culm bench resilience`: what each strategy costs, put together from
   resilience_pause     how long a loss holds a run up, beside the bound of `pause`
   resilience_overhead  what a strategy costs while nothing befalls a run
   detection            from SIGKILL until the last node has the new epoch
+pause     every loss of a small job in simulated time, beside the planner's bound
+dropping  `culm bench dropping`: what dropped samples do to training
+simulator  `culm bench simulator`: predicted against measured; napping: the jobs it runs
+scale     how the simulator's time grows with events        capped    the proof of one optimum
+pictures  the drawings of docs/how-recovery-works.md
+gnn       `culm bench gnn`; gnn_case, gnn_sides, gnn_ours, gnn_peers: what is compared; gnn_accuracy: what is learned;
+          gnn_machine: a whole machine of many cores
+ours      CulmPipeline: culm's side                         probes    figures beside the pipeline bench
 emulated  layers that sleep, so that there may be more workers than cores
 slow      storage that takes its time
 """
