@@ -173,6 +173,7 @@ async def _attempts(case: Case, nursery: LocalNursery, folder: Path) -> Seen:
             checkpoint_every=case.checkpoint_every,
             profile=str(folder / "profile.json"),
             kills=tuple(kills if case.survives else kills[:1]),
+            reconfigure="never",  # what is predicted is the strategy by itself
         )
         if await _attempt(napping(case), nursery, request, seen):
             _note(folder / "run", seen)
