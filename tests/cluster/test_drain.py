@@ -170,3 +170,9 @@ def test_a_notice_for_all_before_the_first_step_ends_the_run_with_a_sentence(tmp
 def test_a_notice_for_all_in_the_last_steps_lets_the_run_be_completed() -> None:
     run = drained(Faults().warn((0, 1, 2, 3), seconds=AMPLE_S, step=STEPS - 1, nth=1))
     assert run.summary["steps"] == STEPS
+
+
+def test_a_notice_before_everyone_has_its_layers_makes_nobody_their_only_holder() -> None:
+    """The first that had built its layers has notice: nobody has to have copies from it, as nothing was learned yet."""
+    faults = Faults().warn(2, seconds=0.3, step=0).kill((0, 1), step=0, nth=6)
+    assert drained(faults, strategy="shadow-lazy").summary["preemptions"] == 3

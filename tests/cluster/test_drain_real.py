@@ -79,6 +79,8 @@ def told_to_go(
         asked = Request(pipelines=2, stages=2, **{"strategy": "reroute", **request})
         async with local_run(nursery, pickled(slow()), asked) as run:
             await run.node_up()
+            while len(agents(nursery)) < run.setup.nodes:  # the others are being forked
+                await asyncio.sleep(0.001)
             for _ in range(after):
                 await run.step()
             nodes = list(who(run))

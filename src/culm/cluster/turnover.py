@@ -387,6 +387,12 @@ class Turnover:
                 why="training changes: samples are left out",
             )
         await tenure.publish()
+        spared = [node for node in tenure.roll.leaving if made.epoch.slot_of(node) is None]
+        for node in spared:
+            self._let_go(tenure.roll.nodes[node])  # everyone builds its layers anew: nobody needs anything from it
+        if spared:
+            self.recovering.left |= set(spared)
+            await tenure.write_record()
         if made.epoch.reshapes:
             tenure.aside(self._plan_ahead(_whole(made.epoch), committed, None))
         elif tenure.setup.keeps:
@@ -405,7 +411,8 @@ class Turnover:
             there = {slot: tenure.roll.member(node) for node, slot in slots.items() if slot in stay}
             return back_to(setup, old, number, address, there, tenure.roll.waiting(old), *await self._rewound())
         orphans = homeless(setup, standings, committed)
-        if _nothing_learned(setup.start, halting.standings) and (orphans or not leaving):
+        unbuilt = any(not standings[slot].versions for slot in stay)  # a notice may come before everyone has its layers
+        if _nothing_learned(setup.start, halting.standings) and (orphans or unbuilt or not leaving):
             return restart(setup, old, number, address, stay, setup.start, setup.resume_from, come)
         other = self.growth.salvage(halting, old) if orphans else self.growth.remake(halting, old)
         if other is not None:
