@@ -18,10 +18,10 @@ def test_a_loss_at_any_moment_holds_the_run_up_by_no_more_than_its_bound_and_a_t
     assert len({(one.node, one.at) for one in found}) == len(found) > 10
     for one in found:
         assert one.excess <= PROMISE, one
-        # Before anybody has ended anything there is nothing to recover: the step runs by its new plan, and the next
-        # one begins in its bubbles, which the bound of a step by itself knows nothing of.
-        begun = one.at != f"{one.node % shape.stages}F0"
-        assert not begun or one.bound <= max(0.0, one.pause) + 1e-9, one
+        # Where the very first action of the step is struck, the run is held up by less than the bound says. Why is not
+        # known: the bound is of a step by itself, and steps overlap.
+        first = one.at == "0F0"
+        assert first or one.bound <= max(0.0, one.pause) + 1e-9, one
     assert max(one.bound for one in found) > 0, "no loss costs anything: the promise would be about nothing"
 
 
