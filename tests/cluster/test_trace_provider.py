@@ -17,7 +17,7 @@ from culm.cluster.setup import Request
 from culm.errors import UsageError
 from culm.market import Event, Trace, read_trace
 from culm.providers.local import LocalNursery
-from culm.providers.rental import rent
+from culm.providers.rental import Market, rent
 from culm.testing import reference
 
 from .jobs import Nap, job
@@ -133,7 +133,7 @@ def test_a_replayed_trace_takes_nodes_and_brings_new_ones_and_no_bit_differs(
         request,
         Display(),
         prepared=lambda _: None,
-        market=lambda setup: rent(trace, setup.nodes, speedup=100),
+        market=Market(trace, speedup=100),
         nursery=nursery,
     )
     expected = reference(described())
@@ -146,3 +146,22 @@ def test_a_replayed_trace_takes_nodes_and_brings_new_ones_and_no_bit_differs(
     events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
     assert [e["node"] for e in events if e["kind"] == "lost"] == [1]
     assert [e["members"] for e in events if e["kind"] == "epoch"][-1] == [0, 4, 2, 3]
+
+
+@pytest.mark.real
+def test_a_node_that_a_trace_takes_with_notice_knows_how_long_it_has(nursery: LocalNursery, tmp_path: Path) -> None:
+    """A notice shorter than a step is handed over in, a longer one is worked in: so it has to be the right one."""
+    trace = market((0, "+", "a"), (0, "+", "b"), (0, "+", "c"), (0, "+", "d"), (10, "-", "b"))
+    out = tmp_path / "run"
+    summary = launch(
+        pickled(described()),
+        Request(pipelines=2, stages=2, strategy="reroute", out=str(out)),
+        Display(),
+        prepared=lambda _: None,
+        market=Market(trace, speedup=100, notice_s=7.5),
+        nursery=nursery,
+    )
+    events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    assert [(e["node"], e["seconds"]) for e in events if e["kind"] == "notice"] == [(1, 7.5)]
+    assert [(each["lost"], each["source"]) for each in summary["recoveries"]] == [([1], "notice")]
+    assert summary["state_sha256"] == reference(described()).state_sha256

@@ -18,7 +18,7 @@ from culm.errors import UsageError
 from culm.providers.address import own_address
 from culm.providers.attend import Attendance
 from culm.providers.local import LocalNursery
-from culm.providers.nursery import Start
+from culm.providers.nursery import GRACE_S, Start
 from culm.providers.stores import Place
 
 Words = str | None
@@ -29,7 +29,7 @@ def agent(
     job: Annotated[str, typer.Option(help="The name of the job: that of its file, or culm run --job.")],
     zone: Annotated[str, typer.Option(help="Where this machine stands: layers are spread over zones.")] = "",
     notice: Annotated[str, typer.Option(help=f"Who tells of a spot notice: {', '.join(NAMES)}.")] = "none",
-    grace: Annotated[float, typer.Option(help="Seconds that a SIGTERM leaves to hand over.")] = 30.0,
+    grace: Annotated[float, typer.Option(help="Seconds that a SIGTERM leaves to hand over.")] = GRACE_S,
     address: Annotated[Words, typer.Option(metavar="IP|interface", help="Where others reach this machine.")] = None,
     ports: Annotated[Words, typer.Option(metavar="A-B", help="Ports that its node may listen on.")] = None,
     etcd_user: Annotated[Words, typer.Option(help="User of etcd; the password is CULM_ETCD_PASSWORD.")] = None,

@@ -8,7 +8,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from culm.cli.tables import listed
 from culm.cluster.blows import Kill
@@ -16,6 +16,7 @@ from culm.errors import RunError
 from culm.observe.folder import RunFolder, saved
 from culm.plan.partition import count
 from culm.providers.local import LocalNursery, LocalRun, Shared, local_run
+from culm.providers.nursery import GRACE_S
 from culm.providers.run import Came, Lost, News
 from culm.providers.trace import beside_ideal, replay
 from culm.runtime.clock import RealClock
@@ -24,11 +25,9 @@ if TYPE_CHECKING:
     from culm.cli.display import Display
     from culm.cluster.setup import Request, Setup
     from culm.providers.nursery import JobSource
-    from culm.providers.rental import Rental
+    from culm.providers.rental import Market
 
 T = TypeVar("T")
-Market: TypeAlias = "Callable[[Setup], Rental]"
-"""Whom a run rents, and when, once it is known how many nodes it wants."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """What ends a run from outside."""
 
@@ -83,10 +82,11 @@ async def _run(
     market: Market | None,
     shared: Shared | None,
 ) -> dict[str, Any]:
-    running = local_run(nursery, source, request, told=display.told, prepared=prepared, ports=ports, shared=shared)
-    async with running as run:
+    grace_s = (market.notice_s if market is not None else 0.0) or GRACE_S
+    ways: dict[str, Any] = {"told": display.told, "prepared": prepared, "ports": ports, "shared": shared}
+    async with local_run(nursery, source, request, grace_s=grace_s, **ways) as run:
         watching = [asyncio.create_task(watch(run, display)) for watch in (_watch_nodes, _watch_losses)]
-        rental = None if market is None else market(run.setup)
+        rental = None if market is None else market.rental(run.setup.nodes)
         if rental is not None:
             watching.append(asyncio.create_task(replay(rental, run, RealClock())))
         try:

@@ -12,7 +12,7 @@ from culm.cli import values
 from culm.cli.cluster import access_of, job_name, secret_of
 from culm.cli.display import Display, console_on, display_on
 from culm.cli.failing import failing
-from culm.cli.launch import Market, launch
+from culm.cli.launch import launch
 from culm.cli.tables import ledger_table
 from culm.cluster.setup import RESTARTS, STRATEGIES, Request, Restart, Setup
 from culm.errors import UsageError
@@ -23,7 +23,7 @@ from culm.observe.folder import claim, plain, vacant
 from culm.providers.address import own_address
 from culm.providers.local import Shared
 from culm.providers.nursery import JobSource
-from culm.providers.rental import Rental, rent
+from culm.providers.rental import Market, Rental
 from culm.schedule import SCHEDULES
 
 Number = int | None
@@ -103,7 +103,7 @@ def run(
             kills=tuple(kill or ()),
             suspect_after=suspect_after,
         )
-        market = _market(trace, speedup, notice)
+        market = None if trace is None else Market(read_trace(trace), speedup, notice)
         shared = None
         if etcd is not None:
             access = access_of(etcd, etcd_user, etcd_ca, etcd_cert, etcd_key)
@@ -143,7 +143,7 @@ def _run(
             _check_shared(shared, setup)
             values.check_ports(ports, shared.local, shared.host)
         if market is not None:
-            shown.told(_beginning(market(setup)), 0, 0)
+            shown.told(_beginning(market.rental(setup.nodes)), 0, 0)
         if fresh is not None:
             claim(fresh)
         shown.prepared(setup)
@@ -164,14 +164,6 @@ def _check_shared(shared: Shared, setup: Setup) -> None:
         raise UsageError(f"--local {shared.local} does not fit {setup.nodes} nodes: use 0 to {setup.nodes}")
     if setup.kills and shared.local < setup.nodes:
         raise UsageError("--kill strikes nodes of this machine: leave it away, or let all of them be --local")
-
-
-def _market(trace: str | None, speedup: float, notice_s: float) -> Market | None:
-    """What a trace does to a run, as soon as it is known how many nodes that wants."""
-    if trace is None:
-        return None
-    found = read_trace(trace)
-    return lambda setup: rent(found, setup.nodes, speedup=speedup, notice_s=notice_s)
 
 
 def _beginning(rental: Rental) -> str:

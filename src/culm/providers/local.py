@@ -24,7 +24,7 @@ from culm.errors import CulmError, RunError
 from culm.providers import nursery as side
 from culm.providers.base import Gone
 from culm.providers.etcd import PrivateEtcd
-from culm.providers.nursery import Exited, JobSource, Load, Loaded, Progress, Refused, Start, Stop, refused
+from culm.providers.nursery import GRACE_S, Exited, JobSource, Load, Loaded, Progress, Refused, Start, Stop, refused
 from culm.providers.run import LocalRun
 from culm.providers.stores import Place, in_etcd, in_launcher
 from culm.providers.strike import Board
@@ -169,7 +169,7 @@ async def local_run(
     prepared: Callable[[Setup], None] = lambda _: None,
     ports: tuple[int, int] | None = None,
     shared: Shared | None = None,
-    grace_s: float = 30.0,
+    grace_s: float = GRACE_S,
 ) -> AsyncIterator[LocalRun]:
     """Load the job, start its nodes, and give the run to the caller; afterwards no node of this machine is left.
 

@@ -31,6 +31,8 @@ from culm.providers.stores import Place
 from culm.providers.strike import Board
 
 _REAP_S = 0.2
+GRACE_S = 30.0
+"""What a notice leaves a node, where nobody says how much."""
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
@@ -78,7 +80,7 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     """Whether its worker may be ended and started anew."""
     notice: str = "none"
     """Who tells of a spot notice, beside SIGTERM."""
-    grace_s: float = 30.0
+    grace_s: float = GRACE_S
     """What SIGTERM leaves."""
 
 

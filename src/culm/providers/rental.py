@@ -45,6 +45,20 @@ class Rental:
         return sum(count * (end - start) for (start, count), (end, _) in pairwise(steps)) / until_s / len(self.first)
 
 
+@dataclass(frozen=True)
+class Market:
+    """A trace as a run is to meet it."""
+
+    trace: Trace
+    speedup: float = 1.0
+    notice_s: float = 0.0
+    """Seconds of notice before a node is taken; 0: none."""
+
+    def rental(self, nodes: int) -> Rental:
+        """What a run that wants so many nodes makes of it: see `rent`."""
+        return rent(self.trace, nodes, speedup=self.speedup, notice_s=self.notice_s)
+
+
 def rent(trace: Trace, nodes: int, *, speedup: float = 1.0, notice_s: float = 0.0) -> Rental:
     """Raises UsageError for a speed-up or a notice that is none, and for a market that never has enough nodes."""
     _check("--speedup", speedup, above=0.0)
