@@ -64,7 +64,10 @@ def test_what_an_agent_can_not_use_is_refused_by_name(
     assert sentence in refused(capsys, *AGENT, *options)
 
 
-@pytest.mark.parametrize("option", ["--job", "--local", "--address", "--secret-file", "--etcd-user"])
+@pytest.mark.parametrize(
+    "option",
+    ["--job", "--local", "--address", "--secret-file", "--etcd-user", "--etcd-ca", "--etcd-cert", "--etcd-key"],
+)
 def test_options_of_a_shared_run_are_refused_where_the_run_is_not_shared(
     capsys: pytest.CaptureFixture[str], option: str
 ) -> None:

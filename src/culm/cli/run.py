@@ -110,7 +110,8 @@ def run(
             host, name = own_address(address, access), job_name(job, file)
             shared = Shared(access=access, job=name, secret=secret_of(secret_file), local=local or 0, host=host)
         else:
-            _only_with_etcd(job=job, local=local, address=address, etcd_user=etcd_user, secret_file=secret_file)
+            _only_with_etcd(job=job, local=local, address=address, secret_file=secret_file)
+            _only_with_etcd(etcd_user=etcd_user, etcd_ca=etcd_ca, etcd_cert=etcd_cert, etcd_key=etcd_key)
         source = JobSource(reference=file, overrides=overrides, path=tuple(sys.path))
         console = console_on(stderr=json_)
         shown = display_on(console, quiet=quiet)
