@@ -113,6 +113,13 @@ def test_there_is_a_template_for_every_number_of_nodes_that_can_hold_the_model()
         template(model(6, 6, memory=memory), 1)
 
 
+def test_under_the_interleaved_schedule_templates_are_even_and_leave_as_few_nodes_over_as_that_allows() -> None:
+    found = templates(model(6, 6, schedule="interleaved", ranges=2), 9)
+    assert sorted(found) == list(range(1, 10)), "also for numbers that no pipelines of one depth have"
+    assert all(len(set(depths)) == 1 for depths in found.values())
+    assert all(nodes - sum(depths) < len(depths) or depths[0] == 3 for nodes, depths in found.items())
+
+
 def even(pipelines: int, stages: int) -> Shape:
     return shape_of(model(8, 8), (stages,) * pipelines)
 

@@ -249,15 +249,16 @@ def uneven(nodes: int, pipelines: int) -> Depths:
 
 def template(model: Model, nodes: int, *, spare: int = 1) -> Depths:
     """The fastest way to have all nodes in pipelines, `spare` more of them than one where that is possible, so that a
-    loss leaves a holder of every layer. Raises PlanError for fewer nodes than the model needs."""
+    loss leaves a holder of every layer. Under the interleaved schedule pipelines are of one depth, and nodes may be left
+    over. Raises PlanError for fewer nodes than the model needs."""
     if nodes < model.shallowest:
         raise PlanError(f"{count(nodes, 'node')} can not hold the model: it needs {model.shallowest}")
     most = min(nodes // model.shallowest, model.micro_batches)
     found: list[tuple[float, Depths]] = []
     for pipelines in range(min(1 + spare, most), most + 1):
-        depths = tuple(min(depth, model.deepest) for depth in uneven(nodes, pipelines))
-        if model.ranges == 1 or len(set(depths)) == 1:
-            found.append((step_s(model, shape_of(model, depths)), depths))
+        used = nodes if model.ranges == 1 else nodes - nodes % pipelines
+        depths = tuple(min(depth, model.deepest) for depth in uneven(used, pipelines))
+        found.append((step_s(model, shape_of(model, depths)), depths))
     return min(found)[1]
 
 
