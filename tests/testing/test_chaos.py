@@ -12,7 +12,8 @@ from culm.cluster.blows import Warn
 from culm.cluster.setup import STRATEGIES
 from culm.errors import UsageError
 from culm.testing import Trained, chaos
-from culm.testing.chaos import FEATURES, SHAPES, Outcome, covered, draw, face, job_of, known
+from culm.testing.chaos import FEATURES, SHAPES, UNEQUAL, Outcome, covered, draw, face, job_of, known
+from culm.testing.reshape import SHAPES as CHANGING_SHAPES
 
 BATCH = 20
 
@@ -33,14 +34,14 @@ def test_a_seed_is_a_run_that_can_be_had_again() -> None:
 
 def test_seeds_are_drawn_from_all_there_is() -> None:
     drawn = [draw(seed) for seed in range(300)]
-    assert {(scenario.pipelines, scenario.stages) for scenario in drawn} == set(SHAPES)
-    assert {scenario.schedule for scenario in drawn} == {"gpipe", "1f1b", "zb"}
+    assert {(scenario.pipelines, scenario.stages) for scenario in drawn} == {*SHAPES, *CHANGING_SHAPES}
+    assert {scenario.schedule for scenario in drawn} == {"gpipe", "1f1b", "zb", "interleaved"}
     assert {scenario.strategy for scenario in drawn} == set(known())
-    assert {name for scenario in drawn for name in scenario.features} == set(FEATURES)
+    assert {name for scenario in drawn for name in scenario.features} == {*FEATURES, UNEQUAL}
     assert {scenario.exact for scenario in drawn} == {True, False}
     assert len({str(scenario.faults) for scenario in drawn}) > 250
     faults = [fault for scenario in drawn for fault in scenario.faults.all]
-    assert {fault.word for fault in faults} >= {"kill", "pause", "partition", "warn", "join", "outage", "lose"}
+    assert {fault.word for fault in faults} >= {"kill", "pause", "partition", "warn", "join", "outage", "lose", "wish"}
     notices = [fault for fault in faults if isinstance(fault, Warn)]
     assert {fault.seconds == 0 for fault in notices} == {len(fault.nodes) == 1 for fault in notices} == {True, False}
 
@@ -51,13 +52,14 @@ def test_whoever_leads_is_hurt_often_enough_for_leaders_to_change() -> None:
 
 
 def test_strategies_can_be_chosen_among_those_there_are() -> None:
-    assert known() == tuple(name for name in STRATEGIES if name in ("none", "shadow", "shadow-lazy", "reroute"))
+    able = ("none", "shadow", "shadow-lazy", "reroute", "templates")
+    assert known() == tuple(name for name in STRATEGIES if name in able)
     assert {draw(seed, ["none"]).strategy for seed in range(20)} == {"none"}
     with pytest.raises(UsageError, match="--strategy 'auto' is nothing that chaos knows: use none"):
         known(["auto"])
 
 
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("feature", [*FEATURES, UNEQUAL])
 def test_every_feature_makes_a_job_of_its_own(feature: str) -> None:
     plain, with_it = job_of((), True, 4), job_of((feature,), True, 4)
     different = [
@@ -161,6 +163,7 @@ def test_a_failure_is_replayed_with_what_is_wrong_and_what_led_there(capsys: pyt
         (["--seed", "1", "--seeds", "2"], "culm: --seed 1 replays one and --seeds 2 tries many: give one of them"),
         (["--seed", "1", "--first", "2"], "culm: --seed 1 replays one and --first 2 tries many: give one of them"),
         (["--first", "-2"], "culm: --first is -2: use a whole number of at least 0"),
+        (["--changing", "--strategy", "none"], "culm: --changing needs a strategy that goes on after a loss: add one"),
         (["--strategy", "hope"], "culm: --strategy 'hope' is nothing that chaos knows: use "),
     ],
 )

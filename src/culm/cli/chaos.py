@@ -26,6 +26,7 @@ def chaos(
     first: Annotated[int | None, typer.Option(help="The first of them: 0 unless told.")] = None,
     seed: Annotated[int | None, typer.Option(help="Replay one seed, and print what happened.")] = None,
     strategy: Annotated[list[str] | None, typer.Option(help="Draw from these only; may be given again.")] = None,
+    changing: Annotated[bool, typer.Option("--changing", help="Only runs whose shape changes on the way.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print the result as JSON, all else on stderr.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False,
 ) -> None:
@@ -36,7 +37,7 @@ def chaos(
 
         strategies = known(strategy or ())
         began = time.monotonic()
-        outcomes = _face([draw(number, strategies) for number in numbers])
+        outcomes = _face([draw(number, strategies, changing=changing) for number in numbers])
         result = _result(outcomes, covered(o for o in outcomes if not o.failure), time.monotonic() - began)
         if json_:
             print(json.dumps(result))
@@ -44,7 +45,7 @@ def chaos(
             print(_replayed(outcomes[0]))
         else:
             Console().print(_table(result))
-        _end(outcomes, strategy or ())
+        _end(outcomes, [*(f"--strategy {name}" for name in strategy or ()), *["--changing"] * changing])
 
 
 def _numbers(seeds: int | None, seed: int | None, first: int | None) -> Sequence[int]:
@@ -114,12 +115,12 @@ def _replayed(outcome: Outcome) -> str:
     return f"{outcome.scenario}\n{verdict}"
 
 
-def _end(outcomes: Sequence[Outcome], strategies: Sequence[str]) -> None:
+def _end(outcomes: Sequence[Outcome], options: Sequence[str]) -> None:
     """Exit with 1 if a seed failed, and say how to see it again."""
     failed = [str(outcome.scenario.seed) for outcome in outcomes if outcome.failure]
     if not failed:
         return
-    options = "".join(f" --strategy {name}" for name in strategies)
     shown = ", ".join(failed[:10]) + (", ..." if len(failed) > 10 else "")
-    say(f"{len(failed)} of {len(outcomes)} seeds failed ({shown}): replay with culm chaos --seed {failed[0]}{options}")
+    again = " ".join(("culm chaos --seed", failed[0], *options))
+    say(f"{len(failed)} of {len(outcomes)} seeds failed ({shown}): replay with {again}")
     raise typer.Exit(1)

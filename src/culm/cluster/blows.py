@@ -14,10 +14,10 @@ from culm.schedule.action import Action, Kind
 if TYPE_CHECKING:
     from culm.schedule import Plan
 
-MOMENTS = ("commit", "standing", "adopt", "copy", "moved")
+MOMENTS = ("commit", "standing", "adopt", "copy", "given", "moved")
 """What nodes do beside actions: the leader is about to say that a step is committed; a worker is about to report what
 it has after a loss; a worker is about to take over a new epoch; a newcomer has the copy that it begins with; a worker
-has the layers that it has in a new shape."""
+has sent the layers that others have in a new shape; a worker has those that it has itself."""
 _WORD = re.compile(r"\s*([a-z_]+)\s*=\s*(\S+)")
 
 

@@ -249,8 +249,8 @@ def uneven(nodes: int, pipelines: int) -> Depths:
 
 def template(model: Model, nodes: int, *, spare: int = 1) -> Depths:
     """The fastest way to have all nodes in pipelines, `spare` more of them than one where that is possible, so that a
-    loss leaves a holder of every layer. Under the interleaved schedule pipelines are of one depth, and nodes may be left
-    over. Raises PlanError for fewer nodes than the model needs."""
+    loss leaves a holder of every layer. Under the interleaved schedule pipelines are of one depth, and nodes may be
+    left over. Raises PlanError for fewer nodes than the model needs."""
     if nodes < model.shallowest:
         raise PlanError(f"{count(nodes, 'node')} can not hold the model: it needs {model.shallowest}")
     most = min(nodes // model.shallowest, model.micro_batches)

@@ -262,6 +262,7 @@ class Worker:
             self.transport.post(epoch.leader, encode(beat))
 
         give_layers(epoch, slot, self.desk, self.transport)
+        await self.clock.work(self.node, epoch.start, "given")
         taken = await take_layers(epoch, slot, self.desk, self.transport, told)
         await self.clock.work(self.node, epoch.start, "moved")
         return taken

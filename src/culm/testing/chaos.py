@@ -2,7 +2,7 @@
 
 A seed decides the job, the shape of the cluster, the strategy, how long every action takes, and the faults. Faults may
 be any that the strategy can survive, and the run must come to what a single process does: to the last bit with `exact`,
-within summation error without.
+within summation error without. In a quarter of the runs the shape changes on the way.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import functools
 import random
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,16 +26,25 @@ from culm.errors import UsageError
 from culm.job import Job
 from culm.schedule import generate
 from culm.testing.cluster import LEASE_S
-from culm.testing.draw import PEERS, draw_faults
+from culm.testing.draw import PEERS, SHADOWS, draw_faults
 from culm.testing.fate import Strike
 from culm.testing.faults import Faults, Outage
 from culm.testing.reference import Trained, reference
+from culm.testing.reshape import SHAPES as CHANGING_SHAPES
+from culm.testing.reshape import draw_changes
 from culm.testing.survive import endure
 
 FEATURES = ("clip", "tied", "batch norm", "dropout", "weighted loss", "bf16", "evaluation", "checkpoints")
+UNEQUAL = "unequal layers"
+"""A feature of runs whose shape changes: other depths are cut at other layers."""
 SHAPES = ((1, 2), (1, 3), (2, 2), (2, 3), (3, 2))
+CHANGING = 0.25
+"""The share of runs whose shape changes."""
 _WIDTH, _LAYERS, _STEPS = 4, 6, 4
+_SAVED_FROM = 3
+"""In this step the first checkpoint is complete, where there are any."""
 _LEADS = re.compile(r" node \d+ leads")
+_MADE = re.compile(r" epoch \d+, made ")
 
 
 @dataclass(frozen=True)
@@ -51,12 +60,17 @@ class Scenario:
     schedule: str
     strategy: str
     faults: Faults
+    steps: int = _STEPS
+    reconfigure: str = "cost"
+    zones: tuple[str, ...] = ()
 
     def __str__(self) -> str:
+        zones = f"{len(self.zones)} zones, " if self.zones else ""
         exact = "exact" if self.exact else "within summation error"
         return (
-            f"seed {self.seed}: {self.pipelines} x {self.stages}, {self.micro_batches} micro-batches, {self.schedule}, "
-            f"strategy {self.strategy}, {exact}, with {', '.join(self.features) or 'no extras'}\n{self.faults}"
+            f"seed {self.seed}: {self.pipelines} x {self.stages}, {zones}{self.steps} steps of {self.micro_batches} "
+            f"micro-batches, {self.schedule}, strategy {self.strategy}, reconfigure {self.reconfigure}, {exact}, "
+            f"with {', '.join(self.features) or 'no extras'}\n{self.faults}"
         )
 
 
@@ -70,29 +84,42 @@ class Outcome:
     """Where each recovery found the layers of the lost: peers, shadow or checkpoint; or that they had notice."""
     leaders: int = 1
     """How many nodes led, one after the other."""
+    changes: int = 0
+    """How often the shape became another one."""
     failure: str = ""
     history: str = ""
 
 
 def known(strategies: Iterable[str] = ()) -> tuple[str, ...]:
     """The strategies to draw from: those asked for, or all that this version has. Raises UsageError."""
-    able = tuple(name for name in STRATEGIES if name in PEERS or name == "none")
+    able = tuple(name for name in STRATEGIES if name in PEERS or name in ("none", "templates"))
     for name in strategies:
         if name not in able:
             raise UsageError(f"--strategy {name!r} is nothing that chaos knows: use {' or '.join(able)}")
     return tuple(strategies) or able
 
 
-def draw(seed: int, strategies: Iterable[str] = ()) -> Scenario:
-    """The scenario of a seed. Pure: the same each time."""
+def draw(seed: int, strategies: Iterable[str] = (), *, changing: bool = False) -> Scenario:
+    """The scenario of a seed. Pure: the same each time. `changing`: of those whose shape changes. Raises UsageError for
+    strategies that there are not, or under which no shape changes."""
+    able = known(strategies)
+    mobile, steady = ([name for name in able if name != other] for other in ("none", "templates"))
+    if changing and not mobile:
+        raise UsageError("--changing needs a strategy that goes on after a loss: add one, as in --strategy reroute")
+    dice = random.Random(f"changing {seed}")  # of its own: the other runs are what they would be without
+    changes = dice.random() < CHANGING or changing or not steady
+    return _draw_changing(seed, dice, mobile) if changes and mobile else _draw_steady(seed, steady)
+
+
+def _draw_steady(seed: int, strategies: Sequence[str]) -> Scenario:
     dice = random.Random(f"chaos {seed}")
-    strategy = dice.choice(known(strategies))
+    strategy = dice.choice(strategies)
     pipelines, stages = dice.choice([shape for shape in SHAPES if shape[0] > 1 or strategy != "reroute"])
     schedule = dice.choice(("gpipe", "1f1b", "1f1b", "zb", "zb"))
     micro_batches = dice.choice((4, 6))
     features = tuple(sorted(dice.sample(FEATURES, dice.choice((0, 1, 1, 2, 2, 3)))))
     plan = generate(schedule, pipelines=pipelines, stages=stages, micro_batches=micro_batches)
-    saved_from = _STEPS - 1 if "checkpoints" in features else None  # the first one is complete by then
+    saved_from = _SAVED_FROM if "checkpoints" in features else None
     return Scenario(
         seed=seed,
         features=features,
@@ -106,19 +133,48 @@ def draw(seed: int, strategies: Iterable[str] = ()) -> Scenario:
     )
 
 
+def _draw_changing(seed: int, dice: random.Random, strategies: Sequence[str]) -> Scenario:
+    """Whoever has one pipeline, or may come to that, has checkpoints: its layers may have one holder for a while."""
+    strategy = dice.choice(strategies)
+    pipelines, stages = dice.choice([shape for shape in CHANGING_SHAPES if shape[0] > 1 or strategy in SHADOWS])
+    reconfigure = dice.choice(("cost", "cost", "bamboo", "never"))
+    alone = pipelines == 1 or (strategy in SHADOWS and reconfigure == "cost")
+    kept = ("checkpoints",) if alone or dice.random() < 0.6 else ()
+    extras = [name for name in FEATURES if name != "checkpoints"]
+    features = tuple(sorted((*dice.sample([*extras, UNEQUAL, UNEQUAL], dice.choice((0, 1, 1, 2, 2))), *kept)))
+    steps, saved_from = dice.choice((8, 10, 14)), _SAVED_FROM if kept else None
+    parts = ("interleaved",) if 2 * stages <= _LAYERS else ()
+    return Scenario(
+        seed=seed,
+        features=tuple(dict.fromkeys(features)),
+        exact=dice.random() < 0.75,
+        micro_batches=dice.choice((4, 6)),
+        pipelines=pipelines,
+        stages=stages,
+        schedule=dice.choice(("gpipe", "1f1b", "1f1b", "zb", "zb", *parts)),
+        strategy=strategy,
+        faults=draw_changes(dice, pipelines, pipelines * stages, steps=steps, lease_s=LEASE_S, saved_from=saved_from),
+        steps=steps,
+        reconfigure=reconfigure,
+        zones=dice.choice(((), (), ("a", "b"), ("a", "b", "c"))),
+    )
+
+
 def face(scenario: Scenario) -> Outcome:
     """Run a scenario. Never raises for what the run does: whatever is wrong is the failure of the outcome."""
-    job = job_of(scenario.features, scenario.exact, scenario.micro_batches)
     learns = tuple(name for name in scenario.features if name != "checkpoints")
-    truth = _truth(learns, scenario.exact, scenario.micro_batches)
+    job = job_of(learns, scenario.exact, scenario.micro_batches, scenario.steps)
+    truth = _truth(learns, scenario.exact, scenario.micro_batches, scenario.steps)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            run = endure(job, prepare(job, _request(scenario, folder)), scenario.faults, scenario.seed, truth)
+            setup = prepare(job, _request(scenario, folder))
+            run = endure(job, setup, scenario.faults, scenario.seed, truth, zones=scenario.zones)
         except AssertionError as error:
             return Outcome(scenario, failure=str(error))
     recoveries = tuple(recovery["source"] for recovery in run.summary["recoveries"])
     history = str(run.history)
-    return Outcome(scenario, run.strikes, recoveries, len(_LEADS.findall(history)), history=history)
+    leaders, changes = (len(found.findall(history)) for found in (_LEADS, _MADE))
+    return Outcome(scenario, run.strikes, recoveries, leaders, changes, history=history)
 
 
 def _request(scenario: Scenario, folder: str) -> Request:
@@ -128,15 +184,16 @@ def _request(scenario: Scenario, folder: str) -> Request:
         stages=scenario.stages,
         schedule=scenario.schedule,
         strategy=scenario.strategy,
+        reconfigure=scenario.reconfigure,
         out=folder if kept else None,
         checkpoint_every=1 if kept else 0,
     )
 
 
 @functools.cache
-def _truth(features: tuple[str, ...], exact: bool, micro_batches: int) -> Trained:
+def _truth(features: tuple[str, ...], exact: bool, micro_batches: int, steps: int) -> Trained:
     """What one process comes to: the same for all clusters that a job may run on."""
-    return reference(job_of(features, exact, micro_batches))
+    return reference(job_of(features, exact, micro_batches, steps))
 
 
 def covered(outcomes: Iterable[Outcome]) -> dict[str, dict[str, int]]:
@@ -154,6 +211,7 @@ def covered(outcomes: Iterable[Outcome]) -> dict[str, dict[str, int]]:
         counts["recoveries"][str(len(outcome.recoveries))] += 1
         counts["recovered from"].update(outcome.recoveries)
         counts["leaders"][str(outcome.leaders)] += 1
+        counts["changes of shape"][str(outcome.changes)] += 1
     return {name: dict(sorted(counter.items())) for name, counter in counts.items()}
 
 
@@ -189,12 +247,26 @@ class _Dense(nn.Module):
         return made
 
 
+class _Wide(_Dense):
+    """Several times the work of the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Sequential(nn.Linear(_WIDTH, 6 * _WIDTH), nn.Tanh(), nn.Linear(6 * _WIDTH, _WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = super().forward(x) + 0.1 * self.wide(x)
+        return made
+
+
 def _layers(features: tuple[str, ...]) -> list[Callable[[], nn.Module]]:
     layers: list[Callable[[], nn.Module]] = [_Dense] * _LAYERS
     if "batch norm" in features:
         layers[2] = functools.partial(_Dense, norm=True)
     if "dropout" in features:
         layers[3] = functools.partial(_Dense, dropout=0.5)
+    if UNEQUAL in features:
+        layers[1] = _Wide
     return layers
 
 
@@ -216,7 +288,7 @@ def _optimizer(exact: bool) -> Callable[[Any], torch.optim.Optimizer]:
     return lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
-def job_of(features: tuple[str, ...], exact: bool, micro_batches: int) -> Job:
+def job_of(features: tuple[str, ...], exact: bool, micro_batches: int, steps: int = _STEPS) -> Job:
     """A job that trains in milliseconds and has these features."""
     extras: Mapping[str, dict[str, Any]] = {
         "clip": {"clip_norm": 0.1},
@@ -232,7 +304,7 @@ def job_of(features: tuple[str, ...], exact: bool, micro_batches: int) -> Job:
         "data": _samples(40),
         "global_batch": 4 * micro_batches,
         "micro_batch": 4,
-        "steps": _STEPS,
+        "steps": steps,
         "exact": exact,
     }
     for name in features:

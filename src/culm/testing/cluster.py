@@ -158,6 +158,7 @@ class Cluster:
             nodes=setup.nodes,
             add=self.add,
             warn=self.warn,
+            wish=self.wish,
             latency=network.latency,
             seed=seed,
         )
@@ -226,6 +227,10 @@ class Cluster:
                 self.kill(node)
 
         asyncio.get_running_loop().call_later(seconds, vanish, context=Context())
+
+    def wish(self, layout: str) -> None:
+        """Ask for another layout of the pipelines, as somebody outside would."""
+        self.store.write("wish/layout", layout.encode())
 
     def waits(self) -> str:
         """What everybody waits for, and where the code of each node is: a line each."""

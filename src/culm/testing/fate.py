@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from culm.cluster.blows import Blow, Fault, Join, Kill, Partition, Pause, Warn
 from culm.errors import UsageError
-from culm.testing.faults import Faults, Late, LinkFault, Lose, Outage, Reorder, SlowDisk, SlowLink
+from culm.testing.faults import Faults, Late, LinkFault, Lose, Outage, Reorder, SlowDisk, SlowLink, Wish
 from culm.testing.machines import node_of
 from culm.transport.memory import Parcel, Passage
 
@@ -40,11 +40,12 @@ class Fate:
         nodes: int,
         add: Callable[[], object],
         warn: Callable[[int, float], None],
+        wish: Callable[[str], None],
         latency: float = 0.0,
         seed: int = 0,
     ) -> None:
         self.faults, self.machines, self.latency = faults, machines, latency
-        self._add, self._warn = add, warn
+        self._add, self._warn, self._wish = add, warn, wish
         ever = nodes + sum(fault.count for fault in faults.all if isinstance(fault, Join))
         for fault in faults.all:
             _check_nodes(fault, ever)
@@ -91,6 +92,8 @@ class Fate:
             case Warn():
                 for node in blow.nodes:
                     self._warn(node, blow.seconds)
+            case Wish():
+                self._wish(blow.layout)
             case Outage():
                 self.machines.lose_store(blow.seconds)
             case Partition():

@@ -28,6 +28,14 @@ class Outage(Blow):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Wish(Blow):
+    """Somebody outside asks for another layout, as in 3+2, when one of `node` has done an action."""
+
+    word: ClassVar[str] = "wish"
+    layout: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class LinkFault(Fault):
     """A fault of all that a node sends to another one; None: whoever it is."""
 
@@ -185,6 +193,19 @@ class Faults:
     ) -> Faults:
         """The store is out of reach. See Outage, and Blow for the moment, which is one of an action of `node`."""
         return self + Outage(node=_nodes(node), seconds=seconds, at=at, step=step, nth=nth, after_s=after_s)
+
+    def wish(
+        self,
+        layout: str,
+        *,
+        node: Nodes = 0,
+        at: str | None = None,
+        step: int | None = None,
+        nth: int = 1,
+        after_s: float | None = None,
+    ) -> Faults:
+        """Another layout is asked for. See Wish, and Blow for the moment, which is one of an action of `node`."""
+        return self + Wish(node=_nodes(node), layout=layout, at=at, step=step, nth=nth, after_s=after_s)
 
     def lose(
         self,

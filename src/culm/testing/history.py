@@ -9,6 +9,7 @@ import msgspec
 
 from culm.cluster.setup import decode_node
 from culm.cluster.store import Change
+from culm.plan.relayout import written
 from culm.runtime import epoch as letters
 
 
@@ -57,7 +58,8 @@ def told(change: Change) -> str:
         found = letters.decode(value)
         assert isinstance(found, letters.Epoch)
         members = (str(member.node) if member else "-" for member in found.members)  # a slot may be empty
-        return f"epoch {found.number}: members {' '.join(members)}"
+        shape = f", made {written(found.shape.depths)}" if found.shape is not None and found.reshapes else ""
+        return f"epoch {found.number}{shape}: members {' '.join(members)}"
     if key == "step":
         return f"step {msgspec.msgpack.decode(value)['step']} is committed"
     if key.startswith("nodes/"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -85,13 +85,13 @@ def endure(
     cost: Cost | None = None,
     latency: float = LATENCY_S,
     lease_s: float = LEASE_S,
+    zones: Sequence[str] = (),
 ) -> Simulated:
     """One run with faults, which must come to what another one did. Raises AssertionError with its history."""
     cost = cost or varied(seed)
     try:
-        run = enact(
-            job, setup, faults=faults, seed=seed, cost=cost, latency=latency, lease_s=lease_s, script=_impatient
-        )
+        ways: dict[str, Any] = {"cost": cost, "latency": latency, "lease_s": lease_s, "zones": zones}
+        run = enact(job, setup, faults=faults, seed=seed, script=_impatient, **ways)
     except Exception as error:
         history = "\n".join(getattr(error, "__notes__", ()))
         raise AssertionError(f"the run ended with {type(error).__name__}: {error}\n{history}") from error
