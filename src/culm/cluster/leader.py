@@ -26,6 +26,7 @@ from culm.runtime import epoch as letters
 if TYPE_CHECKING:
     from culm.cluster.setup import Setup
     from culm.cluster.store import Store
+    from culm.cluster.vigil import Vigil
     from culm.job import Job
     from culm.observe.ledger import CommittedStep
     from culm.runtime.clock import Clock
@@ -47,12 +48,13 @@ class Leader:
         transport: Transport,
         clock: Clock,
         store: Store,
+        vigil: Vigil,
         *,
         heir: bool = False,
         relieved: asyncio.Event | None = None,
     ) -> None:
         self.inbox: asyncio.Queue[letters.Message | Change | CulmError | Doubt | Stall | Lull] = asyncio.Queue()
-        self.tenure = Tenure(job, setup, node, transport, clock, store)
+        self.tenure = Tenure(job, setup, node, transport, clock, store, vigil)
         self.turnover = Turnover(self.tenure, self.inbox.put_nowait, relieved)
         self._heir = heir
 

@@ -24,6 +24,7 @@ from culm.schedule import Plan
 if TYPE_CHECKING:
     from culm.cluster.setup import Setup
     from culm.cluster.store import Store
+    from culm.cluster.vigil import Vigil
     from culm.job import Job
     from culm.runtime.clock import Clock
     from culm.transport.base import Transport
@@ -32,11 +33,13 @@ if TYPE_CHECKING:
 class Tenure:
     """What the parts of a leader share: the run's facts so far, the epoch, and letters, events, record and tasks."""
 
-    def __init__(self, job: Job, setup: Setup, node: int, transport: Transport, clock: Clock, store: Store) -> None:
+    def __init__(
+        self, job: Job, setup: Setup, node: int, transport: Transport, clock: Clock, store: Store, vigil: Vigil
+    ) -> None:
         self.job, self.setup, self.node = job, setup, node
         self.asked = setup
         """The setup that the run began with; `setup` is of the shape that it has now."""
-        self.transport, self.clock, self.store = transport, clock, store
+        self.transport, self.clock, self.store, self.vigil = transport, clock, store, vigil
         self.timeouts = derive(setup.suspect_after)
         self.folder = RunFolder(setup.out, resumed_at=None if setup.resume is None else setup.start)
         self.ledger = Ledger(
@@ -82,6 +85,10 @@ class Tenure:
         if not await self.store.swap("epoch", self._published, body):
             raise RunError("another node leads this run: this one was taken for dead")
         self._published = body
+        self._expect_signs(self.epoch)
+
+    def _expect_signs(self, epoch: Epoch) -> None:
+        self.vigil.expect(epoch.number, [member.node for member in epoch.alive], self.clock.now())
 
     async def inherit(self) -> bool:
         """Whether somebody led before: then go on from what the store knows."""
@@ -94,6 +101,7 @@ class Tenure:
         assert isinstance(found, Epoch)
         self._published = epoch
         self.adopt(found)
+        self._expect_signs(found)
         if record is not None:
             self._remember(decode_record(record))
         self.folder = RunFolder(self.setup.out, resumed_at=self.ledger.next_step)
@@ -115,6 +123,7 @@ class Tenure:
         ledger.last, ledger.evaluations = record.last, dict(record.evaluations)
         self.saves.complete, self.roll.gone = list(record.checkpoints), set(record.gone)
         self.toll.recoveries, self.toll.at_risk_s = list(record.recoveries), record.at_risk_s
+        self.vigil.slowest_s = max(self.vigil.slowest_s, record.slowest_s)
         self.finish = record.finish if record.next_step < self.setup.steps else record.next_step
 
     async def write_record(self) -> None:
@@ -138,6 +147,7 @@ class Tenure:
             recoveries=tuple(self.toll.recoveries),
             at_risk_s=self.toll.at_risk_s,
             finish=self.finish,
+            slowest_s=self.vigil.slowest_s,
         )
         await self.store.put("record", encode(record))
 

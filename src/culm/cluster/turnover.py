@@ -68,7 +68,8 @@ class Turnover:
         self._relieved = relieved or asyncio.Event()
         """Set when the node that leads has nothing more to give and may go."""
         self._beats: dict[int, int] = {}
-        self._slowest_s = max((part for costs in tenure.setup.costs for part in costs), default=0.0)
+        self._builders: set[int] = set()
+        """Who builds or loads its layers, and will say when it has."""
 
     # Nodes come, have notice, and vanish.
 
@@ -367,6 +368,7 @@ class Turnover:
             left=before.left if before is not None else set(),
         )
         self._beats.clear()
+        self._builders.clear()
         tenure.adopt(made.epoch)
         tenure.toll.risk(not protected(made.epoch))
         tenure.event(
@@ -522,16 +524,17 @@ class Turnover:
     def beat(self, beat: letters.Beat) -> None:
         if beat.epoch == self.tenure.number:
             self._beats[beat.node] = beat.done
-            self._slowest_s = max(self._slowest_s, beat.slowest_s)
+            (self._builders.add if beat.builds else self._builders.discard)(beat.node)
 
     async def watch_progress(self) -> None:
-        """Nothing moves any more, and nobody is gone: something got lost on the way. Then all is sent again."""
+        """Nothing moves any more, nobody is gone and nobody builds: something got lost on the way. Then all is sent
+        again."""
         tenure, seen = self.tenure, None
         while True:
-            await tenure.clock.sleep(tenure.timeouts.progress + 5 * self._slowest_s)
+            await tenure.clock.sleep(tenure.timeouts.progress + 5 * tenure.vigil.slowest_s)
             counts = (tenure.ledger.next_step, len(tenure.roll.ready), len(tenure.finals), len(tenure.saves))
             mark = (tenure.number, self.halting, dict(self._beats), counts)
-            if mark == seen:
+            if mark == seen and not self._builders:
                 self._remind(Stall(tenure.number))
             seen = mark
 

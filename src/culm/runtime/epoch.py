@@ -146,6 +146,8 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
     done: int
     slowest_s: float
     """The longest action so far: who has such may be silent for as long."""
+    builds: bool = False
+    """Its layers are being built or loaded, however long that takes."""
 
 
 class Level(msgspec.Struct, frozen=True, tag="level"):

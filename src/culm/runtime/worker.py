@@ -15,13 +15,14 @@ from culm.checkpoint import Catalog, Storage
 from culm.errors import CulmError, EpochClosed, LayerFailed, NodeLost
 from culm.plan.lineage import Standing
 from culm.runtime import epoch as letters
+from culm.runtime.building import built
 from culm.runtime.closing import Closing
 from culm.runtime.desk import Desk
 from culm.runtime.epoch import Epoch, decode, encode
 from culm.runtime.estate import Inheritance, hand_over, keep_frame
 from culm.runtime.executor import Executor
 from culm.runtime.moving import give_layers, take_layers
-from culm.runtime.shadow import Shadows, build, send_copies
+from culm.runtime.shadow import Shadows, send_copies
 from culm.runtime.state import Snapshot
 from culm.schedule import Plan
 from culm.transport.base import Key
@@ -53,6 +54,8 @@ class Worker:
         self._saving: asyncio.Task[None] | None = None
         self._executor: Executor | None = None
         self._saved_step: int | None = None
+        self._builds = False
+        """Whether layers are being built or loaded for an epoch."""
         self._floor = 0
         """No epoch below this number is listened to."""
         self._told = (0, 0)
@@ -157,11 +160,11 @@ class Worker:
 
     async def _train(self, epoch: Epoch) -> None:
         """The life of an epoch here. An error becomes one letter to the leader."""
-        executor = beating = None
+        executor = None
+        beating = asyncio.create_task(self._beat(epoch)) if epoch.beat_s else None
         try:
             await self.clock.work(self.node, epoch.start, "adopt")
             executor = await self._prepare(epoch)
-            beating = asyncio.create_task(self._beat(executor)) if epoch.beat_s else None
             await self._run_epoch(executor)
         except (asyncio.CancelledError, EpochClosed):
             raise
@@ -173,11 +176,13 @@ class Worker:
             if executor is not None:
                 executor.leave()
 
-    async def _beat(self, executor: Executor) -> None:
+    async def _beat(self, epoch: Epoch) -> None:
         """Tell the leader now and then how far this worker has come. A worker that stands still says so."""
-        epoch = executor.epoch
         while True:
-            beat = letters.Beat(self.node, epoch.number, executor.done, executor.slowest_s)
+            executor = self._executor
+            begun = executor is not None and executor.epoch is epoch
+            done, slowest_s = (executor.done, executor.slowest_s) if executor is not None and begun else (0, 0.0)
+            beat = letters.Beat(self.node, epoch.number, done, slowest_s, builds=self._builds)
             self.transport.post(epoch.leader, encode(beat))
             await self.clock.sleep(epoch.beat_s)
 
@@ -240,17 +245,25 @@ class Worker:
         self._commit(epoch.committed)
         self.desk.drop(epoch.recovery.dropped)
         self._saved_step = None
+        self._builds = True
+        try:
+            await self._build(epoch, slot, self.desk)
+        finally:
+            self._builds = False
+        executor = self._executor = Executor(self.job, epoch, slot, self.desk, self.transport, self.clock)
+        return executor
+
+    async def _build(self, epoch: Epoch, slot: int, desk: Desk) -> None:
         plan = Plan.from_text(epoch.plan)
         shadowed = [shadow.stage for shadow in epoch.shadows if shadow.slot == slot and not shadow.fresh]
         for stage in (*plan.stages_of(slot), *shadowed):
-            if stage not in self.desk.holdings:
-                holding = build(self.job, epoch.segments, plan.stages, stage, self.desk.device, epoch.start)
+            if stage not in desk.holdings:
+                place = (plan.stages, stage, desk.device, epoch.start)
+                holding = await built(self.clock, self.job, epoch.segments, *place)
                 if epoch.resume is not None:
                     assert epoch.resume_from is not None
                     await self.clock.aside(load_checkpoint, holding.state, epoch.resume_from, epoch.resume)
-                self.desk.holdings[stage] = holding
-        executor = self._executor = Executor(self.job, epoch, slot, self.desk, self.transport, self.clock)
-        return executor
+                desk.holdings[stage] = holding
 
     async def _take_layers(self, epoch: Epoch, slot: int) -> dict[int, Holding]:
         """The layers that this worker has in the new shape; others may need some that are here."""
@@ -263,7 +276,7 @@ class Worker:
 
         give_layers(epoch, slot, self.desk, self.transport)
         await self.clock.work(self.node, epoch.start, "given")
-        taken = await take_layers(epoch, slot, self.desk, self.transport, told)
+        taken = await take_layers(epoch, slot, self.desk, self.transport, self.clock, told)
         await self.clock.work(self.node, epoch.start, "moved")
         return taken
 
