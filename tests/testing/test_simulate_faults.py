@@ -41,6 +41,17 @@ def test_what_only_takes_time_changes_nothing_but_time(name: str, schedule: str)
     assert found.virtual_s > quiet.virtual_s
 
 
+@pytest.mark.parametrize("strategy", ["reroute", "shadow"])
+@pytest.mark.parametrize("node", [0, 1, 3])
+def test_connections_that_break_between_nodes_that_live_are_made_anew_and_nobody_is_lost(
+    node: int, strategy: str
+) -> None:
+    """Cut off for less than the lease: when that is over every connection across turns out to be broken."""
+    found = hurt(Faults().partition(node, step=1, nth=2, seconds=1.0), strategy=strategy)
+    assert found.state_sha256 == reference(job()).state_sha256
+    assert found.summary["preemptions"] == 0
+
+
 def test_reordering_comes_from_the_seed_alone() -> None:
     times = [hurt(Faults().reorder(seconds=0.5), seed=seed).virtual_s for seed in (0, 0, 1)]
     assert times[0] == times[1] != times[2]

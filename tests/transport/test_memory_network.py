@@ -118,7 +118,7 @@ def test_what_the_dead_had_sent_arrives_unless_their_machine_went_too(silence: b
     run_virtual(main())
 
 
-def test_a_severed_connection_is_missed_on_both_sides_once_and_stays_so() -> None:
+def test_a_severed_connection_is_missed_on_both_sides_once_and_made_anew_by_who_sends() -> None:
     async def main() -> None:
         network = MemoryNetwork()
         a, b, c = (network.endpoint(name) for name in "abc")
@@ -131,6 +131,7 @@ def test_a_severed_connection_is_missed_on_both_sides_once_and_stays_so() -> Non
         a.post("b", b"hello?")
         c.post("b", b"a mark")
         a.post("a", b"a mark")
+        assert await b.letter() == Letter("a", b"hello?")
         assert await b.letter() == Letter("c", b"a mark")
         assert await a.letter() == Letter("a", b"a mark")
 

@@ -19,7 +19,7 @@ from culm.transport import wire
 from culm.transport.base import Letter
 from culm.transport.sockets import SocketTransport
 
-from .sides import PATIENCE_S, SECRET, SOCKETS, child, key, kill, lost, patiently, same
+from .sides import PATIENCE_S, SECRET, SOCKETS, child, key, kill, leave, lost, patiently, same
 from .test_wire import Bomb, bad_headers
 
 LARGE = 16 << 20
@@ -325,5 +325,42 @@ def test_a_loss_is_a_letter_of_its_own_for_each_peer() -> None:
             for other in others:
                 await other.close()
             assert {(await lost(a)).sender for _ in others} == {other.address for other in others}
+
+    patiently(main())
+
+
+def test_a_connection_that_broke_is_made_anew_and_its_loss_was_said_once() -> None:
+    """Both ends are alive: something between them has cut the line."""
+
+    async def main() -> None:
+        async with SOCKETS.endpoints(2) as (a, b):
+            assert isinstance(a, SocketTransport)
+            a.post(b.address, b"one")
+            assert await b.letter() == Letter(a.address, b"one")
+            line = a._out[b.address]._sock
+            assert line is not None
+            line.shutdown(socket.SHUT_RDWR)
+            assert await a.letter() == Letter(b.address, None)
+            assert await b.letter() == Letter(a.address, None)
+            a.post(b.address, b"two")
+            a.send(b.address, key(), [torch.ones(2)])
+            assert await b.letter() == Letter(a.address, b"two")
+            (found,) = await b.receive(key())
+            assert same(found, torch.ones(2))
+
+    patiently(main())
+
+
+def test_somebody_who_is_gone_is_missed_once_however_often_it_is_written_to() -> None:
+    async def main() -> None:
+        async with SOCKETS.endpoints(2) as (a, b):
+            a.post(b.address, b"x")
+            await b.letter()
+            await leave(b)
+            assert await a.letter() == Letter(b.address, None)
+            for _ in range(3):
+                a.post(b.address, b"are you there?")
+            a.post(a.address, b"a mark")
+            assert await a.letter() == Letter(a.address, b"a mark")
 
     patiently(main())

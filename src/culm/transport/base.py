@@ -55,7 +55,8 @@ class Group(Protocol):
 
 
 class Transport(Protocol):
-    """One endpoint. Real: sockets. Simulated: memory."""
+    """One endpoint. Real: sockets. Simulated: memory. A connection that broke took with it what was on its way; that is
+    said once, and the next thing to be sent makes a new one."""
 
     address: Address
 

@@ -7,6 +7,7 @@ import contextlib
 import select
 import socket
 import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from culm.transport.pump import Pump
 
 HANDSHAKE_S = 10.0
+_REDIAL_S = 0.5
+"""Between two attempts to reach somebody again."""
 _BUFFER = 4 << 20
 """Room in the kernel for a few activations, so that a sender seldom needs the pump."""
 
@@ -35,13 +38,20 @@ def tune(sock: socket.socket) -> None:
 class LinkOut:
     """A connection that we send on. Frames leave in order; `_queue` holds what the kernel had no room for."""
 
-    def __init__(self, pump: Pump, to: Address, lost: Callable[[Address], None]) -> None:
-        self._pump, self._to, self._lost = pump, to, lost
+    def __init__(self, pump: Pump, to: Address, lost: Callable[[Address], None], *, again: bool = False) -> None:
+        """`again`: an earlier one broke, and that was said; that there still is none is no news."""
+        self._pump, self._to, self._lost, self._again = pump, to, lost, again
         self._condition = threading.Condition()
         self._queue: collections.deque[memoryview] = collections.deque()
         self._sock: socket.socket | None = None
         self._broken = False
+        self._broke_at = 0.0
         self._dialled = False
+
+    @property
+    def over(self) -> bool:
+        """Whether it broke, and it is time to try another one."""
+        return self._broken and (not self._again or time.monotonic() - self._broke_at > _REDIAL_S)
 
     def dial(self, secret: bytes, me: Address) -> None:
         with self._condition:
@@ -122,15 +132,20 @@ class LinkOut:
 
     def _fail_locked(self) -> None:
         if not self._broken:
-            self._broken = True
+            self._broken, self._broke_at = True, time.monotonic()
             self._queue.clear()
             self._condition.notify_all()
-            self._lost(self._to)
+            if self._sock is not None or not self._again:
+                self._lost(self._to)
 
     def drain(self, seconds: float) -> None:
-        """Wait until everything is with the kernel."""
+        """Wait until everything is with the kernel; not for somebody who is being tried again."""
         with self._condition:
-            self._condition.wait_for(lambda: not self._queue or self._broken, timeout=seconds)
+            self._condition.wait_for(lambda: not self._queue or self._broken or self._trying, timeout=seconds)
+
+    @property
+    def _trying(self) -> bool:
+        return self._again and self._sock is None
 
     def fileno(self) -> int:
         assert self._sock is not None

@@ -78,7 +78,7 @@ class MemoryNetwork:
             self._silenced.add(address)
 
     def sever(self, one: Address, other: Address) -> None:
-        """The connection between two endpoints breaks: both see it, once, and never hear of each other again."""
+        """The connection between two endpoints breaks: both see it, once. Whoever sends next makes a new one."""
         for here, there in ((one, other), (other, one)):
             if here in self.endpoints and there in self.endpoints[here].known:
                 self.endpoints[here].lose(there)
@@ -208,13 +208,14 @@ class MemoryTransport:
             self.network.carry(Parcel(self.address, to, "letter", len(body)), peer.letters.put_nowait, letter)
 
     def _meet(self, to: Address) -> MemoryTransport | None:
-        """The other end; None where one of the two is gone."""
+        """The other end, over a new connection if the last one broke; None where one of the two is gone."""
         if self.network.endpoints.get(self.address) is not self:
             return None
         peer = self.network.endpoints.get(to)
-        if peer is None or to in self.lost:
+        if peer is None:
             self.lose(to)
             return None
+        self.lost.discard(to)
         self.known.add(to)
         peer.known.add(self.address)
         return peer

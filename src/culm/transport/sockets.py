@@ -104,10 +104,13 @@ class SocketTransport:
         self._pump.stop()
 
     def _link(self, to: Address) -> LinkOut:
+        """The connection to somebody; a new one where the last one broke: the other end may be there all the same."""
         link = self._out.get(to)
-        if link is None:
+        if link is None or link.over:
             with self._lock:
-                link = self._out.setdefault(to, LinkOut(self._pump, to, self._lost))
+                link = self._out.get(to)
+                if link is None or link.over:
+                    link = self._out[to] = LinkOut(self._pump, to, self._lost, again=link is not None)
             link.dial(self._secret, self.address)
         return link
 
