@@ -25,7 +25,8 @@ _MOMENTS = (("given", 1), ("given", 2), ("moved", 1), ("moved", 2), ("adopt", 2)
 @dataclass
 class _Drawing:
     """A schedule in the making. Runs with checkpoints may lose whom they like, but for a few, from step `since` on.
-    Without, one node is lost at the most: whatever the shape is by then, each of its layers has another holder."""
+    Without, one node is lost at the most: whatever the shape is by then, each of its layers has another holder. And
+    nobody is left without a post: what such a node has is not asked for when others are lost on the way."""
 
     dice: random.Random
     pipelines: int
@@ -66,7 +67,7 @@ class _Drawing:
     def wish(self, faults: Faults) -> Faults:
         """A layout more is asked for; now and then one for which there are too few nodes."""
         moment = self.soon()
-        there = self.nodes + self.dice.choice((self.came, self.came, -1, 0, 0, 0, 0, 0, 0, 5))
+        there = self.nodes + self.dice.choice((0, 0, 0, 0, 5) if self.since is None else (self.came, -1, 0, 0, 0, 5))
         fewest = 2 if self.since is None else 1  # alone a pipeline has nobody to lose
         pipelines = self.dice.choice([D for D in range(fewest, min(4, there) + 1) if self.pipelines != D])
         depths = tuple(min(depth, _LAYERS) for depth in uneven(there, pipelines))
@@ -131,7 +132,7 @@ def draw_changes(
     is a checkpoint to go back to; None: there is none, and one node is lost at the most."""
     drawing = _Drawing(dice, pipelines, nodes, steps, lease_s, saved_from)
     faults = Faults()
-    if dice.random() < 0.5:
+    if saved_from is not None and dice.random() < 0.6:
         faults = drawing.join(faults)
     for _ in range(dice.choice((0, 1, 2, 2, 3))):
         faults = drawing.wish(faults)
