@@ -155,7 +155,8 @@ class Agent:
             return  # who led has finished: there is nothing left to lead
         seams = (self.transport, self.clock, self.store)
         heir = before != b""
-        self._leader = Leader(self.job, setup, self.node, *seams, vigil, heir=heir, relieved=self._relieved)
+        self._leader = Leader(self.job, setup, self.node, *seams, vigil, heir=heir)
+        self._leader.tenure.relieved = self._relieved
         await self._leader.run()
 
     async def _know_leader(self, prober: Prober, vigil: Vigil) -> None:
