@@ -65,19 +65,19 @@ async def finished(run: LocalRun, done: int) -> Result:
     return await run.result()
 
 
+@pytest.mark.parametrize("who", ["who leads", "another"])
 @pytest.mark.parametrize("stopped", ["the whole node", "its worker alone"])
 def test_a_node_that_stands_still_is_fenced_and_comes_back_as_a_new_one_and_no_bit_differs(
-    nursery: LocalNursery, stopped: str
+    nursery: LocalNursery, stopped: str, who: str
 ) -> None:
     request = Request(pipelines=2, stages=2, strategy="reroute", gate="outside", suspect_after=1.0)
-    victim, newcomer = 1, 4
+    newcomer = 4
 
     async def main() -> tuple[Result, int]:
         async with local_run(nursery, pickled(job(steps=ENDLESS, exact=True)), request) as run:
             done = await stepping(run, asyncio.create_task(run.begun()), 0)
-            run.permit(done + 1)
-            assert await run.step() is not None  # everyone has beaten by now: who never has may still build its layers
-            done += 1
+            assert run.leader is not None
+            victim = run.leader if who == "who leads" else (run.leader + 1) % 4
             agent = nursery.board.agent(victim)
             processes = [worker_of(agent)] if stopped == "its worker alone" else [agent, worker_of(agent)]
             for process in processes:
