@@ -96,7 +96,7 @@ def test_a_node_that_stands_still_is_fenced_and_comes_back_as_a_new_one_and_no_b
     assert (result.summary["samples_lost"], result.summary["samples_duplicated"]) == (0, 0)
 
 
-def test_etcd_may_be_killed_and_come_back_and_training_goes_on_without_it(nursery: LocalNursery, tmp_path: Path) -> None:
+def test_etcd_may_be_killed_and_training_goes_on_until_it_is_back(nursery: LocalNursery, tmp_path: Path) -> None:
     """Nobody is taken for dead, and no bit differs."""
     steps = 40
 
