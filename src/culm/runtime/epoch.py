@@ -146,7 +146,7 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
     node: int
     epoch: int
     done: int
-    """Who builds or loads its layers has done more with every beat, however long it takes."""
+    """Actions; and a beat itself, for who builds its layers or waits for a disk, however long that takes."""
     slowest_s: float
     """The longest action so far: who has such may be silent for as long."""
 

@@ -7,6 +7,7 @@ import contextlib
 import re
 import resource
 import traceback
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -54,8 +55,8 @@ class Worker:
         self._saving: asyncio.Task[None] | None = None
         self._executor: Executor | None = None
         self._saved_step: int | None = None
-        self._builds = False
-        """Whether layers are being built or loaded for an epoch."""
+        self._slow = 0
+        """Whether layers are being built, or a disk is waited for: that takes as long as it takes."""
         self._floor = 0
         """No epoch below this number is listened to."""
         self._record = b""
@@ -182,15 +183,24 @@ class Worker:
 
     async def _beat(self, epoch: Epoch) -> None:
         """Tell the leader now and then how far this worker has come. A worker that stands still says so."""
-        done, slowest_s = 0, 0.0
+        waited = done = 0
+        slowest_s = 0.0
         while True:
             executor = self._executor
             if executor is not None and executor.epoch is epoch:
                 done, slowest_s = executor.done, executor.slowest_s
-            else:
-                done += self._builds
-            self.transport.post(epoch.leader, encode(letters.Beat(self.node, epoch.number, done, slowest_s)))
+            waited += self._slow > 0
+            self.transport.post(epoch.leader, encode(letters.Beat(self.node, epoch.number, done + waited, slowest_s)))
             await self.clock.sleep(epoch.beat_s)
+
+    @contextlib.contextmanager
+    def _slowly(self) -> Iterator[None]:
+        """For as long as this lasts every beat says that something moves."""
+        self._slow += 1
+        try:
+            yield
+        finally:
+            self._slow -= 1
 
     async def _run_epoch(self, executor: Executor) -> None:
         epoch = executor.epoch
@@ -251,11 +261,8 @@ class Worker:
         self._commit(epoch.committed)
         self.desk.drop(epoch.recovery.dropped)
         self._saved_step = None
-        self._builds = True
-        try:
+        with self._slowly():
             await self._build(epoch, slot, self.desk)
-        finally:
-            self._builds = False
         executor = self._executor = Executor(self.job, epoch, slot, self.desk, self.transport, self.clock)
         return executor
 
@@ -422,7 +429,8 @@ class Worker:
 
     async def _saved(self) -> None:
         if self._saving is not None:
-            await asyncio.shield(self._saving)  # a halt ends this wait, not the write
+            with self._slowly():
+                await asyncio.shield(self._saving)  # a halt ends this wait, not the write
             self._saving = None
 
     async def _write(self, epoch: Epoch, done: int, snapshot: Snapshot, slot: int) -> None:
