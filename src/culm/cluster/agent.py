@@ -117,7 +117,7 @@ class Agent:
         try:
             await asyncio.wait([leading, ending, *knowing], return_when=asyncio.FIRST_COMPLETED)
             for task in (task for task in knowing if task.done()):
-                task.result()  # it ends only with the store
+                task.result()  # it ends only with the store, or if it is this node that hangs
             if leading.done():
                 leading.result()  # a leader that failed takes its node along, and so is missed
             await ending
@@ -155,7 +155,8 @@ class Agent:
             return  # who led has finished: there is nothing left to lead
         seams = (self.transport, self.clock, self.store)
         heir = before != b""
-        self._leader = Leader(self.job, setup, self.node, *seams, vigil, heir=heir, relieved=self._relieved)
+        self._leader = Leader(self.job, setup, self.node, *seams, vigil, heir=heir)
+        self._leader.tenure.relieved = self._relieved
         await self._leader.run()
 
     async def _know_leader(self, prober: Prober, vigil: Vigil) -> None:
@@ -169,19 +170,25 @@ class Agent:
             if record is not None:
                 here = letters.encode(letters.Beat(self.node, 0, 0, 0.0))
                 self.transport.post(prober.know(key, record), here)
-        keeping = asyncio.create_task(self._keep_vigil(vigil, prober))
+        tasks = [asyncio.create_task(work) for work in (self._know_nodes(prober), self._keep_vigil(vigil, prober))]
         try:
-            async for key, record in self.store.watch("nodes/"):
-                if record is not None:
-                    prober.know(key, record)
+            for task in (await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED))[0]:
+                task.result()
         finally:
-            await _ended(keeping)
+            await _ended(*tasks)
+
+    async def _know_nodes(self, prober: Prober) -> None:
+        async for key, record in self.store.watch("nodes/"):
+            if record is not None:
+                prober.know(key, record)
 
     async def _keep_vigil(self, vigil: Vigil, prober: Prober) -> None:
-        """Whose worker hangs goes, and may come back as a new node."""
+        """Whose worker hangs goes, and may come back as a new node. If it is this node's own, another will lead."""
         while True:
             await self.clock.sleep(vigil.times.beat)
             for node in vigil.silent(self.clock.now()):
+                if node == self.node:
+                    raise RunError("the worker of the node that leads hangs")
                 await prober.evict(f"nodes/{node}")
 
     async def _elected(self) -> bool:

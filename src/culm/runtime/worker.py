@@ -7,6 +7,7 @@ import contextlib
 import re
 import resource
 import traceback
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -54,10 +55,12 @@ class Worker:
         self._saving: asyncio.Task[None] | None = None
         self._executor: Executor | None = None
         self._saved_step: int | None = None
-        self._builds = False
-        """Whether layers are being built or loaded for an epoch."""
+        self._slow = 0
+        """Whether layers are being built, or a disk is waited for: that takes as long as it takes."""
         self._floor = 0
         """No epoch below this number is listened to."""
+        self._record = b""
+        """What the last leader would have put into the store that was out of reach."""
         self._told = (0, 0)
         """(epoch, step): the first step that the leader of the epoch has not had a report of."""
         self._drain = (0, 0)
@@ -93,8 +96,10 @@ class Worker:
                 self._drain = number, before
             case letters.Finish(step):
                 self.finish = step
-            case letters.Commit(step):
-                self._commit(step + 1)
+            case letters.Commit(step, number, record):
+                if number >= self._floor:
+                    self._record = record or self._record
+                    self._commit(step + 1)
             case letters.Stop():
                 return False
         self._news.set()
@@ -118,7 +123,7 @@ class Worker:
         training = self._training is not None and not self._training.done()
         if number < self._floor or (number == self._floor and training):
             # Another leader was further: this one has to begin above.
-            self.transport.post(leader, encode(letters.Report(self.node, self._floor, Standing())))
+            self.transport.post(leader, encode(letters.Report(self.node, self._floor, Standing(), self._record)))
             return
         self._floor = number
         left = self.transport.close_epochs(number)
@@ -127,7 +132,7 @@ class Worker:
             self._salvage(self._executor, left)
         await self.clock.work(self.node, self.committed, "standing")
         standing = self.desk.standing() if self.desk is not None else Standing()
-        self.transport.post(leader, encode(letters.Report(self.node, number, standing)))
+        self.transport.post(leader, encode(letters.Report(self.node, number, standing, self._record)))
 
     def _salvage(self, executor: Executor, left: dict[Key, Tensors]) -> None:
         """What had come and was not used yet may be all that is left of it."""
@@ -154,7 +159,7 @@ class Worker:
         if epoch.number < self._floor or epoch.slot_of(self.node) is None:
             return
         await self._stop_training()
-        self._floor = epoch.number
+        self._floor, self._record = epoch.number, b""
         self.transport.close_epochs(epoch.number)
         self._training = asyncio.create_task(self._train(epoch))
 
@@ -178,13 +183,24 @@ class Worker:
 
     async def _beat(self, epoch: Epoch) -> None:
         """Tell the leader now and then how far this worker has come. A worker that stands still says so."""
+        waited = done = 0
+        slowest_s = 0.0
         while True:
             executor = self._executor
-            begun = executor is not None and executor.epoch is epoch
-            done, slowest_s = (executor.done, executor.slowest_s) if executor is not None and begun else (0, 0.0)
-            beat = letters.Beat(self.node, epoch.number, done, slowest_s, builds=self._builds)
-            self.transport.post(epoch.leader, encode(beat))
+            if executor is not None and executor.epoch is epoch:
+                done, slowest_s = executor.done, executor.slowest_s
+            waited += self._slow > 0
+            self.transport.post(epoch.leader, encode(letters.Beat(self.node, epoch.number, done + waited, slowest_s)))
             await self.clock.sleep(epoch.beat_s)
+
+    @contextlib.contextmanager
+    def _slowly(self) -> Iterator[None]:
+        """For as long as this lasts every beat says that something moves."""
+        self._slow += 1
+        try:
+            yield
+        finally:
+            self._slow -= 1
 
     async def _run_epoch(self, executor: Executor) -> None:
         epoch = executor.epoch
@@ -245,11 +261,8 @@ class Worker:
         self._commit(epoch.committed)
         self.desk.drop(epoch.recovery.dropped)
         self._saved_step = None
-        self._builds = True
-        try:
+        with self._slowly():
             await self._build(epoch, slot, self.desk)
-        finally:
-            self._builds = False
         executor = self._executor = Executor(self.job, epoch, slot, self.desk, self.transport, self.clock)
         return executor
 
@@ -417,7 +430,8 @@ class Worker:
 
     async def _saved(self) -> None:
         if self._saving is not None:
-            await asyncio.shield(self._saving)  # a halt ends this wait, not the write
+            with self._slowly():
+                await asyncio.shield(self._saving)  # a halt ends this wait, not the write
             self._saving = None
 
     async def _write(self, epoch: Epoch, done: int, snapshot: Snapshot, slot: int) -> None:
