@@ -55,6 +55,25 @@ def test_a_loss_on_the_way_to_another_shape_loses_nothing(nodes: tuple[int, ...]
     assert run.summary["preemptions"] == len(nodes)
 
 
+@pytest.mark.parametrize("strategy", ["reroute", "templates"])
+@pytest.mark.parametrize("moment", ["adopt", "given", "moved"])
+@pytest.mark.parametrize("node", range(5))
+def test_what_a_node_without_a_post_in_the_new_shape_has_counts_until_that_has_begun(
+    node: int, moment: str, strategy: str
+) -> None:
+    """Node 5 is left over: its layers have one other holder, and that is lost on the way."""
+    faults = Faults().kill(node, at=moment, nth=2 if moment == "adopt" else 1, silence=True)
+    run = reshaped((3, "2+2+1"), pipelines=2, stages=3, faults=faults, strategy=strategy)
+    assert run.summary["preemptions"] == 1
+
+
+def test_a_node_without_a_post_may_be_lost_while_it_is_asked_what_it_has() -> None:
+    """One of the others has given its layers away before: nothing is missing, and nobody waits for an answer."""
+    faults = Faults().kill(1, at="moved").kill(5, at="standing", nth=2)
+    run = reshaped((3, "2+2+1"), pipelines=2, stages=3, faults=faults)
+    assert run.summary["steps"] == STEPS
+
+
 @pytest.mark.parametrize("nth", [4, 7, 10])
 def test_a_loss_in_the_first_step_of_the_new_shape_loses_nothing(nth: int) -> None:
     run = reshaped((1, "3x2"), pipelines=2, stages=3, faults=Faults().kill(2, step=4, nth=nth))

@@ -94,7 +94,10 @@ class Comings:
         members = list(nodes) if epoch is None else [member.node for member in epoch.alive]
         mourned = [node for node in nodes if node in members and node not in roll.gone]
         roll.strike(nodes)
+        halting = self.turnover.halting
         if not mourned:
+            if halting is not None and not halting.expected.isdisjoint(nodes):
+                self.turnover.halt()  # a node without a post was asked what it has, and will not say
             return
         if not tenure.setup.survives:
             raise tenure.lost(mourned[0])

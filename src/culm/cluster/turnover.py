@@ -17,7 +17,7 @@ from culm.plan.layout import ahead
 from culm.plan.lineage import Standing
 from culm.plan.relayout import written
 from culm.runtime import epoch as letters
-from culm.runtime.epoch import Epoch
+from culm.runtime.epoch import Epoch, Member
 from culm.schedule import Plan
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Turnover:
         assert tenure.epoch is not None
         number = 1 + (before.number if before is not None else tenure.epoch.number)
         gone = {*lost, *(before.lost if before is not None else ())}
-        left = {member.node for member in tenure.roll.staying(tenure.epoch)} - gone
+        left = {member.node for member in (*tenure.roll.staying(tenure.epoch), *self._spare)} - gone
         began = before.began if before is not None else tenure.clock.now()
         detect_s = max(before.detect_s if before is not None else 0.0, tenure.toll.took_to_detect(lost))
         committed = before.committed if before is not None else tenure.ledger.next_step
@@ -67,6 +67,14 @@ class Turnover:
         if self.halting.complete:  # somebody who led before had all of them renewed
             self._remind(Lull(number, over=False))
 
+    @property
+    def _spare(self) -> list[Member]:
+        """Nodes for which a new shape has no post. Until its first commit they have what may be lost on the way."""
+        epoch = self.tenure.epoch
+        if epoch is None or not epoch.reshapes or self.tenure.ledger.next_step > epoch.start:
+            return []
+        return self.tenure.roll.waiting(epoch)
+
     def _unfinished(self) -> Halting | None:
         """The halt that is under way, or what is still being made good after one: who was lost then counts on."""
         if self.halting is None and self.recovering is not None:
@@ -78,7 +86,7 @@ class Turnover:
         tenure = self.tenure
         assert tenure.epoch is not None
         halt = letters.encode(letters.Halt(halting.number, tenure.transport.address))
-        for member in tenure.epoch.alive:
+        for member in (*tenure.epoch.alive, *self._spare):
             if member.node not in halting.expected or member.node in halting.standings:
                 continue
             if self._cold(halting):
@@ -152,7 +160,7 @@ class Turnover:
         tenure.settle()
         slots = {member.node: slot for slot, member in enumerate(old.members) if member is not None}
         known = {node: each if each.shaped == old.shaped else Standing() for node, each in halting.standings.items()}
-        standings = {slots[node]: standing for node, standing in known.items()}
+        standings = {slots[node]: standing for node, standing in known.items() if node in slots}
         committed, ready_made = tenure.ledger.next_step, tenure.plans.hits
         made = await self._decide(halting, old, slots, standings)
         self.halting = None

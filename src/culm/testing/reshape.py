@@ -25,8 +25,8 @@ _MOMENTS = (("given", 1), ("given", 2), ("moved", 1), ("moved", 2), ("adopt", 2)
 @dataclass
 class _Drawing:
     """A schedule in the making. Runs with checkpoints may lose whom they like, but for a few, from step `since` on.
-    Without, one node is lost at the most: whatever the shape is by then, each of its layers has another holder. And
-    nobody is left without a post: what such a node has is not asked for when others are lost on the way."""
+    Without, one node is lost at the most, and nobody is left without a post: whatever the shape is by then, each of its
+    layers has another holder in it."""
 
     dice: random.Random
     pipelines: int
