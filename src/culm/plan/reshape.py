@@ -4,6 +4,8 @@
     offers    what could be made of them, under the strategy and within the bounds of the model
     Pace      what a run knows of its speed; `outlook` says what the offers are worth by that
     judge     what the policy makes of it
+
+Strategies, shapes and times are the callers' business: a leader has measured them, a simulator works them out.
 """
 
 from __future__ import annotations
