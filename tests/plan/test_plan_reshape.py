@@ -9,7 +9,7 @@ import pytest
 
 from culm.plan import BANDWIDTH, Slot
 from culm.plan.reconfigure import Layout, State
-from culm.plan.reshape import QUIET, Bounds, Pace, Quiet, judge, offers, outlook
+from culm.plan.reshape import QUIET, QUIET_S, Bounds, Pace, Quiet, judge, offers, outlook, patience
 
 PEERS = Bounds(strategy="reroute", shallowest=2, deepest=12)
 PACE = Pace(lately_s=2.0, running_s=1.0, left_s=600.0, calm_s=math.inf, state_bytes=0.0)
@@ -27,21 +27,30 @@ HURT = cluster(3, 4, gone=(Slot(1, 2),))
 
 def test_it_is_judged_once_and_only_when_it_has_been_quiet_for_long_enough() -> None:
     quiet = Quiet()
-    quiet.look("eleven nodes", 7)
-    assert not quiet.due(7 + QUIET - 1)
-    quiet.look("eleven nodes", 7 + QUIET)
-    assert quiet.due(7 + QUIET)
+    quiet.look("eleven nodes", 7, 0.0)
+    assert not quiet.due(7 + QUIET - 1, 1.0)
+    quiet.look("eleven nodes", 7 + QUIET, 1.0)
+    assert quiet.due(7 + QUIET, 1.0)
     quiet.judged = True
-    assert not quiet.due(7 + 2 * QUIET)
+    assert not quiet.due(7 + 2 * QUIET, 2.0)
 
 
 def test_whoever_comes_or_goes_begins_the_wait_anew() -> None:
     quiet = Quiet()
-    quiet.look("eleven nodes", 7)
+    quiet.look("eleven nodes", 7, 0.0)
     quiet.judged = True
-    quiet.look("ten nodes", 20)
-    assert not quiet.due(20)
-    assert quiet.due(20 + QUIET)
+    quiet.look("ten nodes", 20, 2.0)
+    assert not quiet.due(20, 2.0)
+    assert quiet.due(20 + QUIET, 3.0)
+
+
+def test_where_steps_are_long_one_of_them_is_quiet_enough() -> None:
+    quiet = Quiet()
+    quiet.look("eleven nodes", 7, 100.0)
+    assert not quiet.due(7, 100.0 + QUIET_S)
+    assert not quiet.due(8, 99.0 + QUIET_S)
+    assert quiet.due(8, 100.0 + QUIET_S)
+    assert [patience(step_s) for step_s in (0.0, 1.0, QUIET_S / 2, QUIET_S, 9 * QUIET_S)] == [QUIET, QUIET, 2, 1, 1]
 
 
 def test_peers_that_protect_are_not_given_up_and_shadows_need_none() -> None:

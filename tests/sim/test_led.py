@@ -17,7 +17,7 @@ from culm import Job
 from culm.errors import PlanError
 from culm.market import Event, Trace
 from culm.plan import LayerCost, Profile, Slot
-from culm.plan.reconfigure import Decision
+from culm.plan.reconfigure import Decision, Layout
 from culm.plan.reshape import AHEAD, QUIET, judge
 from culm.schedule import Costs
 from culm.sim import led, ours
@@ -131,6 +131,23 @@ def test_neighbours_that_go_together_leave_their_peers_to_run_their_work() -> No
     assert run.rollbacks == 0
 
 
+def test_a_stage_whose_last_holder_goes_later_was_copied_before() -> None:
+    work = replace(WORK, pipelines=2)
+    for later, rollbacks in ((60.0, 0), (0.5, 1)):
+        both = trace((HOUR, "remove", 1), (HOUR + later, "remove", 5), nodes=8)
+        run = play(Scene.of(work, CHARGES, "never"), "reroute", both, PRICE)
+        assert run.rollbacks == rollbacks
+        assert 0 < run.points[-1].rate < WORK.samples / STEPS.rerouted(2, (0, 1, 0, 0))
+
+
+def test_after_a_rollback_the_shape_is_the_same_until_it_is_judged() -> None:
+    both = trace((HOUR, "remove", 1), (HOUR, "remove", 5), nodes=8)
+    run = play(Scene.of(replace(WORK, pipelines=2), CHARGES), "reroute", both, PRICE)
+    assert run.rollbacks == 1
+    assert any(math.isclose(point.rate, WORK.samples / STEPS.layout(Layout((4, 4), 2))) for point in run.points)
+    assert run.reasons["depth"] == 1
+
+
 def test_auto_is_the_strategy_that_a_run_would_choose() -> None:
     assert isinstance(led.auto(Scene.of(WORK, Charges())), led.Reroute)
     assert isinstance(led.auto(Scene.of(replace(WORK, pipelines=1), Charges(shadow=0.01))), led.Shadow)
@@ -163,7 +180,6 @@ def test_small_cases_are_cut_and_planned_and_large_ones_are_near_to_that() -> No
         assert told.predicted(depths) / 10 == pytest.approx(planned.predicted(depths), rel=0.35)
     hole = frozenset([Slot(2, 1)])
     assert planned.actual((4, 4, 3), hole, "reroute") > planned.actual((4, 4, 3), frozenset(), "reroute")
-    assert math.isinf(planned.actual((3,), frozenset([Slot(0, 1)]), "reroute"))
 
 
 # The same loss in a cluster with a real leader.

@@ -107,19 +107,19 @@ class Growth:
 
     def _decided(self, step: int) -> tuple[Depths, str] | None:
         """Where a post has nobody or somebody has no post, and it has been quiet since: what the policy makes of it."""
-        tenure, epoch = self.tenure, self.tenure.epoch
+        tenure, epoch, now = self.tenure, self.tenure.epoch, self.tenure.clock.now()
         assert epoch is not None
-        self._quiet.look((frozenset(self._nodes(epoch)), epoch.shaped), step)
+        self._quiet.look((frozenset(self._nodes(epoch)), epoch.shaped), step, now)
         at_odds = tenure.roll.empty(epoch) or tenure.roll.waiting(epoch)
         follows = {member.node for member in epoch.alive} - tenure.roll.crew
         busy = follows or tenure.roll.leaving or not tenure.toll.lately_s
-        if not self._quiet.due(step) or not at_odds or busy:
+        if not self._quiet.due(step, now) or not at_odds or busy:
             return None
         self._quiet.judged = True
-        return self._judge(epoch)
+        return self._judge(epoch, now)
 
-    def _judge(self, epoch: Epoch) -> tuple[Depths, str] | None:
-        setup, now = self.tenure.setup, self.tenure.clock.now()
+    def _judge(self, epoch: Epoch, now: float) -> tuple[Depths, str] | None:
+        setup = self.tenure.setup
         if setup.reconfigure == "never":
             return None
         state = self._state(epoch)

@@ -10,6 +10,7 @@ Strategies, shapes and times are the callers' business: a leader has measured th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 
@@ -18,7 +19,9 @@ from culm.plan.layout import SHADOWING
 from culm.plan.reconfigure import Decision, Kind, Layout, Outlook, State, bamboo, decide, layouts
 
 QUIET = 5
-"""So many steps after nodes have come or gone it is decided what to make of them: most changes do not come alone."""
+"""So many steps after nodes have come or gone it is decided what to make of them: most changes do not come alone ..."""
+QUIET_S = 60.0
+"""... but so many seconds are enough: where steps take minutes the next change would come before the fifth."""
 AHEAD = 2
 """What is decided while a step is being committed holds from so many steps later: the next one may be open already."""
 RESHAPING = (*SHADOWING, "reroute", "templates")
@@ -33,16 +36,22 @@ class Quiet:
     def __init__(self) -> None:
         self.judged = False
         self._known: Hashable = None
-        self._since = 0
+        self._since = (0, 0.0)
 
-    def look(self, there: Hashable, step: int) -> None:
+    def look(self, there: Hashable, step: int, now: float) -> None:
         """Who is there while a step is being committed, and in which shape: where that is new, the wait begins."""
         if there != self._known:
-            self.judged, self._known, self._since = False, there, step
+            self.judged, self._known, self._since = False, there, (step, now)
 
-    def due(self, step: int) -> bool:
+    def due(self, step: int, now: float) -> bool:
         """Whether it is time to judge what has not been judged."""
-        return not self.judged and step >= self._since + QUIET
+        since, then = self._since
+        return not self.judged and (step >= since + QUIET or (step > since and now - then >= QUIET_S))
+
+
+def patience(step_s: float) -> int:
+    """How many steps that is, where a step takes so long."""
+    return max(1, min(QUIET, math.ceil(QUIET_S / step_s))) if step_s > 0 else QUIET
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from culm.plan import Slot
 from culm.plan.goodput import Risk
 from culm.plan.reconfigure import Decision, Outlook, State, never
-from culm.plan.reshape import AHEAD, QUIET, Bounds, Pace, Quiet, judge, offers, outlook
+from culm.plan.reshape import AHEAD, Bounds, Pace, Quiet, judge, offers, outlook, patience
 from culm.plan.strategy import choose_strategy
 from culm.sim.engine import Node, Turn
 from culm.sim.ours import Checkpoint
-from culm.sim.shapes import overlap
+from culm.sim.shapes import bare_parts, overlap
 from culm.sim.slots import interleaved
 from culm.sim.strategy import Saving, Scene
 
@@ -60,6 +60,8 @@ class Led(Saving):
         self.quiet = Quiet()
         self.shaped = 0
         self.gone = 0
+        self.calm_since = 0.0
+        """The last loss: until then there was time to make copies of what had but one holder."""
         self.moved_s: float | None = None
 
     # What happens.
@@ -80,12 +82,23 @@ class Led(Saving):
     def _recovered(self, hit: Sequence[Slot]) -> Turn | None:
         """The open step is completed by those that hold what was lost, if anybody does."""
         pauses = {**self.charges.alarm, "redo": self.redo_s(len(self.depths), hit)}
+        held, self.calm_since = self._held(hit), self.now
+        if not held:
+            return self.begin()
+        filled = self._fill()
+        return Turn(self.rate, {**pauses, **filled}, why="fill" if filled else "stay", completes=True)
+
+    def _held(self, hit: Sequence[Slot]) -> bool:
+        """Whether every part of the model has a holder left, or was given to somebody before its last one went: within
+        a notice, or because it had but one holder for longer than a copy takes."""
         if overlap(self.depths, self.holes, shadows=self.shadows) < len(self.depths):
-            filled = self._fill()
-            return Turn(self.rate, {**pauses, **filled}, why="fill" if filled else "stay", completes=True)
-        if self.charges.handed_over(self.workload):
-            return self._squeeze(pauses) or self.begin()
-        return self.begin()
+            return True
+        if len(self.depths) > 1 or self.shadows:
+            copied = self.now - self.calm_since >= self.charges.move_s(self.workload)
+            lost = [part.intersection(hit) for part in bare_parts(self.depths, self.holes, shadows=self.shadows)]
+            if copied and all(len(part) < 2 for part in lost):
+                return True
+        return self.charges.handed_over(self.workload)
 
     def joined(self, new: Sequence[Node]) -> Turn | None:
         self.alive.update((node.name, node.zone) for node in new)
@@ -101,14 +114,14 @@ class Led(Saving):
     def looked(self) -> Turn | None:
         """It has been quiet since nodes came or went: what does the policy make of them?"""
         self.watches = 0
-        if not self.quiet.due(self.step) or not self.at_odds or self.scene.reconfigure == "never":
+        if self.quiet.judged or not self.at_odds or self.scene.reconfigure == "never":
             return None
         self.quiet.judged = True
         state = self._state()
         among = offers(state, self._bounds)
         ahead = outlook(state, among, self._pace(), lambda layout: self.scene.shapes.predicted(layout.depths), self.now)
         found, _ = judge(self.scene.reconfigure, self.name, state, among, ahead, self.now)
-        turn = self._reshaped(found, {}) if found.reshapes else None
+        turn = self._reshaped(found) if found.reshapes else None
         self._wait()
         return turn
 
@@ -119,8 +132,8 @@ class Led(Saving):
 
     def _wait(self) -> None:
         """Look again when it has been quiet for long enough, unless that has been judged."""
-        self.quiet.look((frozenset(self.alive), self.shaped), self.step)
-        self.watches = QUIET + AHEAD - 1 if self.at_odds and not self.quiet.judged else 0
+        self.quiet.look((frozenset(self.alive), self.shaped), self.step, self.now)
+        self.watches = patience(self.step_s()) + AHEAD - 1 if self.at_odds and not self.quiet.judged else 0
 
     # What is known.
 
@@ -162,18 +175,25 @@ class Led(Saving):
     # What is done.
 
     def begin(self) -> Turn | None:
-        """From nothing, or from the checkpoint: as planned or, where there are too few, with those that are left."""
-        P, nodes = self.workload.stages, len(self.alive)
-        depths = (P,) * min(self.workload.pipelines, nodes // P)
-        if not depths and self.began and nodes >= self.workload.fewest:
-            depths = (nodes,)
+        """From nothing, as planned; or from the checkpoint, in the shape that there was as far as it can be held."""
         self.filled, self.place, self.spare = {}, {}, dict.fromkeys(self.alive)
-        self._shape(depths)
+        self._shape(self._restarted() if self.began else self._whole())
         self._fill()
-        again, self.began = self.began, self.began or bool(depths)
-        if not depths:
+        again, self.began = self.began, self.began or bool(self.depths)
+        if not self.depths:
             return Turn(0.0, back_to="checkpoint", why="too few nodes") if again else None
         return self.reload(self.rate) if again else Turn(self.rate, {"start": self.charges.restart_s}, why="start")
+
+    def _whole(self) -> tuple[int, ...]:
+        P = self.workload.stages
+        return (P,) * min(self.workload.pipelines, len(self.alive) // P)
+
+    def _restarted(self) -> tuple[int, ...]:
+        """Every stage has somebody, and holes are where there are most; else one pipeline of those that are left."""
+        nodes = len(self.alive)
+        if self.depths and nodes >= max(self.depths):
+            return self.depths
+        return self._whole() or ((nodes,) if nodes >= self.workload.fewest else ())
 
     def _shape(self, depths: tuple[int, ...]) -> None:
         self.depths, self.shaped = depths, self.shaped + 1
@@ -198,7 +218,7 @@ class Led(Saving):
         """The node of every slot that will be filled: holders of a stage in as many zones as can be."""
         return dict(found.slots)
 
-    def _reshaped(self, found: Decision, pauses: dict[str, float]) -> Turn:
+    def _reshaped(self, found: Decision) -> Turn:
         """Other pipelines, after a pause in which the last step drains and layers go to their new holders."""
         self.filled = {}
         self._shape(found.layout.depths)
@@ -206,18 +226,7 @@ class Led(Saving):
         change = {"move": self.charges.move_s(self.workload), "join": self.charges.join_s}
         took = sum(change.values())
         self.moved_s = took if self.moved_s is None else (self.moved_s + took) / 2
-        return Turn(self.rate, {**pauses, **change}, why=found.kind)
-
-    def _squeeze(self, pauses: dict[str, float]) -> Turn | None:
-        """Whoever had notice has given its state away, but the shape can not go on: at once into the fastest that can.
-        None: there is none."""
-        among = {layout: kind for layout, kind in offers(self._state(), self._bounds).items() if not layout.holes}
-        steps = {layout: self.scene.shapes.predicted(layout.depths) for layout in among}
-        best = min(steps, key=lambda layout: steps[layout], default=None)
-        if best is None or steps[best] == math.inf:
-            return None
-        bare = State(alive=self.alive, slots={}, depths=best.depths)
-        return self._reshaped(replace(never(bare, _NO_OUTLOOK, self.now)[0], kind=among[best]), pauses)
+        return Turn(self.rate, change, why=found.kind)
 
 
 class Reroute(Led):

@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from functools import cache, cached_property
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, TypeAlias
 
+from culm.plan import Slot
 from culm.plan.choose import BANDWIDTH
 from culm.plan.layout import SHADOWING, World, arrange_around, first_layout, orphaned
 from culm.plan.partition import spans
@@ -22,13 +24,12 @@ from culm.schedule import Costs, Kind, Plan, timing
 from culm.schedule.timing import prices, sends
 
 if TYPE_CHECKING:
-    from culm.plan import Slot
     from culm.sim.steps import Steps
 
 SMALL = 600
 """Cases of more forwards are not planned in other shapes."""
 
-Holes = frozenset["Slot"]
+Holes: TypeAlias = frozenset[Slot]
 
 
 class Shapes:
@@ -54,23 +55,25 @@ class Shapes:
 
     def running(self, depths: Depths, holes: Holes, strategy: str) -> float:
         """What it would have expected of what is run now."""
-        if self.exact:
-            plan = self._plan(depths, holes, strategy)
-            return math.inf if plan is None else step_s(self.believed, self._shape(depths), plan)
+        plan = self._plan(depths, holes, strategy) if self.exact else None
+        if plan is not None:
+            return step_s(self.believed, self._shape(depths), plan)
         share = self.steps.charges.shadow if strategy in SHADOWING else 0.0
         return self.actual(depths, holes, strategy) / (1 + share)
 
     def actual(self, depths: Depths, holes: Holes, strategy: str) -> float:
-        """What a step takes; infinite where some part of the model has no holder."""
+        """What a step takes. A part that no pipeline has a worker for is run by somebody who was given a copy of it,
+        beside its own and for all pipelines."""
         shadows = strategy in SHADOWING
-        if overlap(depths, holes, shadows=shadows) >= len(depths):
-            return math.inf
+        missing = overlap(depths, holes, shadows=shadows)
+        if missing >= len(depths):
+            alone = self.steps.layout(Layout(depths[-1:])) * self.steps.doubled(1, depths[-1])
+            return alone * self._upkeep(shadows)
         if set(depths) == {self.workload.stages}:
             found = self._shadowed(depths, holes) if shadows else math.inf
             return found if found < math.inf else self._rerouted(depths, holes) * self._upkeep(shadows)
         if self.exact:
             return self._exact(depths, holes, strategy)
-        missing = overlap(depths, holes, shadows=shadows)
         twice = self.steps.doubled(len(depths), max(depths)) if shadows and holes and not missing else 1.0
         return self.steps.layout(Layout(depths[missing:])) * twice * self._upkeep(shadows)
 
@@ -181,3 +184,16 @@ def overlap(depths: Sequence[int], holes: Iterable[Slot], *, shadows: bool) -> i
         now += change
         most = max(most, now)
     return most
+
+
+def bare_parts(depths: Sequence[int], holes: Iterable[Slot], *, shadows: bool) -> list[set[Slot]]:
+    """For each part of the model that has no holder in any pipeline: the slots of those that it had."""
+    gone = set(holes)
+    edges = sorted({edge for d, s in gone for edge in (s / depths[d], (s + 1) / depths[d])})
+    found = []
+    for begin, end in pairwise(edges):
+        own = [Slot(d, int((begin + end) / 2 * depth)) for d, depth in enumerate(depths)]
+        before = [Slot(d, (s - 1) % depths[d]) for d, s in own] if shadows else []
+        if gone.issuperset(part := {*own, *before}):
+            found.append(part)
+    return found
