@@ -17,13 +17,13 @@ from benchmarks.job import LARGE, SMALL, GPTSpec, even_cut
 from benchmarks.ours import CulmPool, job_of
 from benchmarks.overhead import NothingSpec, torch_us_per_action
 from benchmarks.paired import paired
+from culm.runtime.building import built
 from culm.runtime.clock import RealClock
 from culm.runtime.closing import Closing
 from culm.runtime.desk import Desk
 from culm.runtime.epoch import Epoch, Member
 from culm.runtime.executor import Executor
 from culm.runtime.segment import Outcome, Segment
-from culm.runtime.shadow import build
 from culm.schedule import generate
 from culm.transport.memory import MemoryNetwork
 
@@ -99,7 +99,7 @@ async def _cluster(spec: Spec, stages: int, schedule: str, *, kept: bool = False
     made = []
     for slot in range(stages):
         desk = Desk(job, torch.device("cpu"))
-        desk.holdings[slot] = build(job, epoch.segments, stages, slot, desk.device, 0)
+        desk.holdings[slot] = await built(RealClock(), job, epoch.segments, stages, slot, desk.device, 0)
         executor = Executor(job, epoch, slot, desk, network.endpoint(f"worker-{slot}"), RealClock())
         await executor.join()
         made.append((executor, Closing(executor)))

@@ -12,7 +12,7 @@ import pytest
 import trustme
 from aiohttp import web
 
-from culm.cluster.etcd import MAX_VALUE, Access, EtcdStore, parse_access
+from culm.cluster.etcd import Access, EtcdStore, parse_access
 from culm.cluster.etcd.gateway import Gateway
 from culm.cluster.etcd.wire import Anything
 from culm.cluster.timeouts import derive
@@ -262,26 +262,6 @@ def test_files_that_are_not_there_or_are_no_certificates_are_refused(
     assert "--etcd-cert and --etcd-key" in refusal(Access(endpoints=(url,), cert=str(broken), key=ours.key))
     assert "belong together" in refusal(Access(endpoints=(url,), cert=ours.cert, key=other.key))
     assert refusal(Access(endpoints=(url,), cert=ours.cert, key="no")) == "--etcd-key is 'no': there is no such file"
-
-
-@pytest.mark.real
-def test_values_are_taken_up_to_what_etcd_takes_and_refused_above(etcd: PrivateEtcd) -> None:
-    async def main() -> None:
-        async with await EtcdStore.open(etcd.access, "large", timeouts=derive(20)) as store:
-            largest = bytes(MAX_VALUE)
-            await store.put("x", largest)
-            assert await store.get("x") == largest
-            watched = await anext(aiter(store.watch("x")))
-            assert watched.value == largest
-            sentence = r"key 'x' is to get 1,568,769 bytes and etcd takes 1,568,768: store them with put_blob"
-            with pytest.raises(UsageError, match=sentence):
-                await store.put("x", largest + b"1")
-            with pytest.raises(UsageError, match="put_blob"):
-                await store.swap("x", largest, b"1")
-            assert await store.get("x") == largest
-            await store.delete("x")
-
-    patiently(main())
 
 
 @pytest.mark.real

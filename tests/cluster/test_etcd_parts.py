@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator
+from contextlib import aclosing
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -103,10 +105,21 @@ def test_a_blob_is_whole_or_not_there(parts: int, more: int) -> None:
     assert blob.join(name, [value for _, value in written][:-1]) is None or not data
 
 
-def test_a_blob_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_value_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blob, "MAX_BLOB", 10)
-    with pytest.raises(UsageError, match="a blob has 11 bytes and the store takes 10: put it on storage instead"):
+    with pytest.raises(UsageError, match="a value of 11 bytes is too large for the store: it takes 10"):
         blob.name(bytes(11))
+
+
+@pytest.mark.parametrize("value", [b"", b"small", bytes(blob.LARGEST_VALUE)])
+def test_what_fits_under_a_key_lies_there(value: bytes) -> None:
+    assert blob.pointer(value) == value
+    assert blob.pointed(blob.pointer(value)) is None
+
+
+@pytest.mark.parametrize("value", [bytes(blob.LARGEST_VALUE + 1), blob.pointer(bytes(blob.LARGEST_VALUE + 1))])
+def test_what_is_large_or_looks_like_a_pointer_lies_in_a_blob(value: bytes) -> None:
+    assert blob.pointed(blob.pointer(value)) == blob.name(value)
 
 
 @pytest.fixture
@@ -117,16 +130,21 @@ def etcd() -> Iterator[PrivateEtcd]:
 
 
 @pytest.mark.real
-def test_blobs_come_back_as_they_were_and_go_when_nobody_keeps_them(etcd: PrivateEtcd) -> None:
+def test_values_of_any_size_are_swapped_and_watched_and_leave_nothing_behind(etcd: PrivateEtcd) -> None:
+    """A plan for a thousand workers is larger than what etcd takes."""
+    plans = [bytes(range(256)) * 10_000, bytes(4 * 2**20), b"small", bytes(3 * 2**20)]
+
     async def main() -> None:
         async with await EtcdStore.open(etcd.access, "job") as one, await EtcdStore.open(etcd.access, "job") as other:
-            plans = [b"", b"small", bytes(range(256)) * 10_000]
-            names = [await one.put_blob(plan) for plan in plans]
-            assert names == [await other.put_blob(plan) for plan in plans]
-            assert [await other.get_blob(name) for name in names] == plans
-            assert await other.get_blob("0" * 64) is None
-            await other.keep_blobs(names[1:])
-            assert [await one.get_blob(name) for name in names] == [None, *plans[1:]]
+            async with aclosing(other.watch("epoch")) as changes:
+                for old, new in pairwise([None, *plans]):
+                    assert new is not None
+                    assert not await one.swap("epoch", b"another", new)
+                    assert await one.swap("epoch", old, new)
+                    assert await anext(changes) == Change("epoch", new)
+                    assert await other.get("epoch") == new
+            left = {blob.name_of("culm/job/", key) for key in await one._keys(blob.folder("culm/job/"))}
+            assert left == {blob.name(plans[-1])}
 
     patiently(main())
 
@@ -138,9 +156,9 @@ def test_a_job_that_is_erased_leaves_nothing_and_touches_no_other(etcd: PrivateE
             for store in (one, other):
                 await store.put("a", b"1")
                 await store.put("b", b"2", session=True)
-            name = await one.put_blob(b"plan")
+            await one.put("plan", bytes(2**20))
             await one.erase()
-            assert [await one.get("a"), await one.get("b"), await one.get_blob(name)] == [None, None, None]
+            assert [await one.get("a"), await one.get("b"), await one.get("plan")] == [None, None, None]
             assert [await other.get("a"), await other.get("b")] == [b"1", b"2"]
             await other.erase()
         async with await EtcdStore.open(etcd.access, "witness") as witness:

@@ -48,12 +48,32 @@ def test_where_nobody_beats_nobody_is_found() -> None:
     assert vigil.silent(1000.0) == []
 
 
-def test_who_never_beat_in_the_epoch_owes_nothing_yet() -> None:
-    """He may be building his layers."""
+def test_who_has_not_beaten_in_an_epoch_yet_is_given_a_minute() -> None:
+    """Its letter may still be on the way: the store may have been out of reach."""
     vigil = Vigil(5.0, 0.0)
     beaten(vigil, "01", since=0, until=10)
-    beaten(vigil, "0", since=11, until=60, epoch=2)
-    assert vigil.silent(60.0) == []
+    vigil.expect(2, [0, 1], 10.5)
+    beaten(vigil, "0", since=11, until=70, epoch=2)
+    assert vigil.silent(70.0) == []
+    beaten(vigil, "0", since=71, until=71, epoch=2)
+    assert vigil.silent(71.0) == [1]
+
+
+def test_a_beat_may_come_before_the_epoch_is_known_of() -> None:
+    vigil = Vigil(5.0, 0.0)
+    beaten(vigil, "0", since=0, until=0)
+    vigil.expect(1, [0, 1], 0.5)
+    beaten(vigil, "1", since=1, until=11)
+    assert vigil.silent(11.0) == [0]
+
+
+def test_of_those_whom_an_earlier_leader_knew_who_does_not_answer_the_first_halt_is_found() -> None:
+    vigil = Vigil(5.0, 0.0)
+    vigil.expect(4, [0, 1, 2], 0.0)
+    for node in (0, 2):
+        vigil.heard(Report(node, 5, Standing()), 1.0)
+    assert vigil.silent(61.0) == []
+    assert vigil.silent(61.5) == [1]
 
 
 def test_who_does_not_answer_a_halt_that_others_answered_is_found() -> None:

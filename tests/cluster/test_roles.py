@@ -77,6 +77,14 @@ def test_a_plan_in_which_a_worker_has_moved_is_one_that_can_run() -> None:
     check(layout.plan)
 
 
+def test_layers_that_take_minutes_to_load_or_save_are_waited_for_and_not_begun_anew(tmp_path: Path) -> None:
+    """To break it off because nothing else moves would mean to begin it again, for ever."""
+    asked = {"pipelines": 2, "stages": 2, "strategy": "reroute", "suspect_after": 1.0}
+    run, events = hurt(job(steps=3, exact=True), Faults().slow_disk(3, seconds=300.0), tmp_path, **asked)
+    assert run.virtual_s > 300
+    assert [event["kind"] for event in events if event["kind"] in ("epoch", "stalled", "lost")] == ["epoch"]
+
+
 def test_a_halt_while_a_slow_disk_is_waited_for_ends_the_wait_and_not_the_write(tmp_path: Path) -> None:
     """The next epoch would otherwise wait for a write that was given up, for ever."""
     described = job(steps=6, exact=True)

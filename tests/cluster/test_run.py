@@ -20,6 +20,7 @@ from culm.cluster.leader import Leader
 from culm.cluster.prepare import Request, prepare
 from culm.cluster.setup import Result, encode
 from culm.cluster.store import MemoryStore
+from culm.cluster.vigil import Vigil
 from culm.errors import CheckpointError, CulmError, LayerFailed, NodeLost, NonFiniteLoss, RunError
 from culm.job import Job
 from culm.observe.folder import RunFolder
@@ -247,7 +248,7 @@ def test_of_two_results_the_first_one_stays() -> None:
         store.write("result", b"the first")
         setup = prepare(described, Request(stages=2, strategy="none"))
         endpoint = MemoryNetwork().endpoint("agent-0")
-        leader = Leader(described, setup, 0, endpoint, VirtualClock(), store.client("agent-0"))
+        leader = Leader(described, setup, 0, endpoint, VirtualClock(), store.client("agent-0"), Vigil(5.0, 0.0))
         leader.inbox.put_nowait(leader.tenure.lost(1))
         await leader.run()
         assert store.read("result") == b"the first"

@@ -59,8 +59,6 @@ class Agent:
         self._renewal = asyncio.Event()
         self._worker_address: asyncio.Future[Address] = asyncio.get_running_loop().create_future()
         self._leader: Leader | None = None
-        self._vigil: Vigil | None = None
-        """Kept while this node leads."""
 
     async def run(self) -> bool:
         """Until the run has a result or, after a notice, needs nothing from here (True), or until the worker died or
@@ -111,14 +109,15 @@ class Agent:
         """Join, lead if nobody does, and pass on what the store says until there is a result."""
         await self._join()  # before the worker is up, so that its death is noticed from the first moment on
         setup = decode_setup(await self.store.get("setup") or b"")
-        leading = asyncio.create_task(self._campaign(setup))
+        vigil = Vigil(setup.suspect_after, max((part for costs in setup.costs for part in costs), default=0.0))
+        leading = asyncio.create_task(self._campaign(setup, vigil))
         serving = asyncio.create_task(self._serve_worker())
         ending = asyncio.create_task(self._await_result())
-        knowing = [asyncio.create_task(self._know_leader(self._prober, setup))] if self._prober is not None else []
+        knowing = [asyncio.create_task(self._know_leader(self._prober, vigil))] if self._prober is not None else []
         try:
             await asyncio.wait([leading, ending, *knowing], return_when=asyncio.FIRST_COMPLETED)
             for task in (task for task in knowing if task.done()):
-                task.result()  # it ends only with the store
+                task.result()  # it ends only with the store, or if it is this node that hangs
             if leading.done():
                 leading.result()  # a leader that failed takes its node along, and so is missed
             await ending
@@ -139,7 +138,7 @@ class Agent:
         record = NodeRecord(self.node, self.transport.address, worker, *seen)
         await self.store.put(f"nodes/{self.node}", encode(record), session=True)
 
-    async def _campaign(self, setup: Setup) -> None:
+    async def _campaign(self, setup: Setup, vigil: Vigil) -> None:
         """Lead as soon as nobody else does: at first whoever asks first, later when the one that led is gone."""
         before = b""
         async with aclosing(self.store.watch("leader")) as leaders:
@@ -156,11 +155,13 @@ class Agent:
             return  # who led has finished: there is nothing left to lead
         seams = (self.transport, self.clock, self.store)
         heir = before != b""
-        self._leader = Leader(self.job, setup, self.node, *seams, heir=heir, relieved=self._relieved)
+        self._leader = Leader(self.job, setup, self.node, *seams, vigil, heir=heir)
+        self._leader.tenure.relieved = self._relieved
         await self._leader.run()
 
-    async def _know_leader(self, prober: Prober, setup: Setup) -> None:
-        """Be connected to the agent that leads, from both sides: when either ends, the other one hears of it."""
+    async def _know_leader(self, prober: Prober, vigil: Vigil) -> None:
+        """Be connected to the agent that leads, from both sides: when either ends, the other one hears of it. Who leads
+        keeps the vigil."""
         async for _, value in self.store.watch("leader"):
             if value == str(self.node).encode():
                 break
@@ -169,20 +170,25 @@ class Agent:
             if record is not None:
                 here = letters.encode(letters.Beat(self.node, 0, 0, 0.0))
                 self.transport.post(prober.know(key, record), here)
-        self._vigil = Vigil(setup.suspect_after, max((part for costs in setup.costs for part in costs), default=0.0))
-        keeping = asyncio.create_task(self._keep_vigil(self._vigil, prober))
+        tasks = [asyncio.create_task(work) for work in (self._know_nodes(prober), self._keep_vigil(vigil, prober))]
         try:
-            async for key, record in self.store.watch("nodes/"):
-                if record is not None:
-                    prober.know(key, record)
+            for task in (await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED))[0]:
+                task.result()
         finally:
-            await _ended(keeping)
+            await _ended(*tasks)
+
+    async def _know_nodes(self, prober: Prober) -> None:
+        async for key, record in self.store.watch("nodes/"):
+            if record is not None:
+                prober.know(key, record)
 
     async def _keep_vigil(self, vigil: Vigil, prober: Prober) -> None:
-        """Whose worker hangs goes, and may come back as a new node."""
+        """Whose worker hangs goes, and may come back as a new node. If it is this node's own, another will lead."""
         while True:
             await self.clock.sleep(vigil.times.beat)
             for node in vigil.silent(self.clock.now()):
+                if node == self.node:
+                    raise RunError("the worker of the node that leads hangs")
                 await prober.evict(f"nodes/{node}")
 
     async def _elected(self) -> bool:
@@ -224,8 +230,7 @@ class Agent:
             if message.life == self._life:
                 self._renewal.set()
         elif self._leader is not None:
-            if self._vigil is not None:
-                self._vigil.heard(message, self.clock.now())
+            self._leader.tenure.vigil.heard(message, self.clock.now())
             self._leader.inbox.put_nowait(message)
 
 

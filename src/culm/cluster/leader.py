@@ -1,6 +1,7 @@
 """The leader: a coroutine on one of the nodes. It counts the steps, keeps the ledger and ends the run.
 
-What it knows is its `tenure`; how one epoch follows another is `turnover`'s business.
+What it knows is its `tenure`; how one epoch follows another is `turnover`'s business, and `comings` and `silence` say
+when.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from culm import errors
+from culm.cluster.comings import Comings
 from culm.cluster.setup import Result, decode_node, encode
+from culm.cluster.silence import Doubt, Silence, Stall
 from culm.cluster.store import Change
 from culm.cluster.summary import slot_label, speed, summarise
 from culm.cluster.tenure import Tenure
-from culm.cluster.turnover import Doubt, Lull, Stall, Turnover
+from culm.cluster.turnover import Lull, Turnover
 from culm.errors import CulmError, NodeLost, RunError
 from culm.job import STOP
 from culm.observe.folder import perfetto
@@ -26,6 +29,7 @@ from culm.runtime import epoch as letters
 if TYPE_CHECKING:
     from culm.cluster.setup import Setup
     from culm.cluster.store import Store
+    from culm.cluster.vigil import Vigil
     from culm.job import Job
     from culm.observe.ledger import CommittedStep
     from culm.runtime.clock import Clock
@@ -47,13 +51,15 @@ class Leader:
         transport: Transport,
         clock: Clock,
         store: Store,
+        vigil: Vigil,
         *,
         heir: bool = False,
-        relieved: asyncio.Event | None = None,
     ) -> None:
         self.inbox: asyncio.Queue[letters.Message | Change | CulmError | Doubt | Stall | Lull] = asyncio.Queue()
-        self.tenure = Tenure(job, setup, node, transport, clock, store)
-        self.turnover = Turnover(self.tenure, self.inbox.put_nowait, relieved)
+        self.tenure = Tenure(job, setup, node, transport, clock, store, vigil)
+        self.turnover = Turnover(self.tenure, self.inbox.put_nowait)
+        self.comings = Comings(self.turnover)
+        self.silence = Silence(self.turnover, self.inbox.put_nowait)
         self._heir = heir
 
     async def run(self) -> None:
@@ -64,9 +70,10 @@ class Leader:
         if tenure.setup.gate == "outside":
             tenure.aside(self._watch("gate/"))
         if tenure.setup.survives:
-            tenure.aside(self.turnover.watch_progress())
+            tenure.aside(self.silence.watch_progress())
         try:
             result = await self._result()
+            await tenure.minutes.written()
             await tenure.store.swap("result", None, encode(result))
         finally:
             await tenure.close()
@@ -77,7 +84,7 @@ class Leader:
         try:
             summary = await self._lead()
             tenure.folder.sync()
-            if self.turnover.evacuated:
+            if self.comings.evacuated:
                 raise tenure.all_left()
             return Result(summary=summary)
         except Exception as reason:
@@ -110,7 +117,7 @@ class Leader:
         tenure.event("leader", node=None, why="the node that led is gone: this one goes on from the store")
         lost = [member.node for member in tenure.roll.staying(tenure.epoch) if member.node not in tenure.roll.nodes]
         if lost:
-            await self.turnover.lose(lost)
+            await self.comings.lose(lost)
         else:
             self.turnover.halt()
 
@@ -164,13 +171,13 @@ class Leader:
             case Doubt():
                 if not self.tenure.setup.survives:
                     raise _error(message.message)
-                self.turnover.resolve(message)
+                self.silence.resolve(message)
             case Stall():
-                self.turnover.wake(message)
+                self.silence.wake(message)
             case Lull():
                 await self.turnover.waited(message)
             case letters.Failed(kind="NodeLost"):
-                self.turnover.suspect(message)
+                self.silence.suspect(message)
             case letters.Failed():
                 raise _error(message)
             case _:
@@ -184,9 +191,9 @@ class Leader:
             case letters.Report():
                 await self.turnover.report(message)
             case letters.Beat():
-                self.turnover.beat(message)
+                self.silence.beat(message)
             case letters.Level():
-                self.turnover.level(message)
+                self.comings.level(message)
             case letters.Inherited():
                 self.turnover.inherited(message)
             case letters.StepReport() | letters.EvaluationReport():
@@ -216,9 +223,9 @@ class Leader:
         elif key == "gate/permit":
             self.tenure.permit(int(value or b"0"))
         elif value is None:
-            await self.turnover.lose([int(name)])
+            await self.comings.lose([int(name)])
         else:
-            await self.turnover.joined(decode_node(value))
+            await self.comings.joined(decode_node(value))
 
     def _note_ready(self, message: letters.Ready) -> None:
         tenure = self.tenure
@@ -248,27 +255,28 @@ class Leader:
         if stopped:
             tenure.event("stopped", step=done.step, why="on_step returned STOP")
         tenure.finish = done.step + 1 if ends else tenure.finish
-        if tenure.setup.survives:
-            await self._commit(done.step)
-        await tenure.store.put("step", msgspec.msgpack.encode(metrics))
+        await self._commit(done.step, metrics)
         if ends:
             tenure.end_before(done.step + 1)
         elif tenure.setup.gate == "hook":
             tenure.permit(done.step + 2)
         if tenure.setup.keeps:
-            self.turnover.grow()
+            self.comings.grow()
 
-    async def _commit(self, step: int) -> None:
+    async def _commit(self, step: int, metrics: dict[str, Any]) -> None:
         """Everyone may let go of what it kept for a step, once whoever leads next would know that it is complete."""
         tenure = self.tenure
+        if not tenure.setup.survives:
+            await tenure.minute(metrics)
+            return
         if self.turnover.calm:
             tenure.toll.committed()
         self.turnover.recovered(step)
-        await tenure.write_record()
-        if self.turnover.calm and tenure.finish is None:
+        record = await tenure.minute(metrics)
+        if self.turnover.calm and tenure.finish is None and not record:
             await self.turnover.growth.consider(step)
         await tenure.clock.work(tenure.node, step, "commit")
-        tenure.tell(letters.Commit(step))
+        tenure.tell(letters.Commit(step, tenure.number, record))
 
     def _metrics(self, done: CommittedStep) -> dict[str, Any]:
         extra = {"norm": done.norm, "eval_loss": done.evaluation}
@@ -297,7 +305,7 @@ class Leader:
             tenure.event("checkpoint", step=report.step, bytes=size)
             await tenure.clock.aside(tenure.folder.sync)
             if not tenure.setup.keeps:
-                self.turnover.grow()
+                self.comings.grow()
 
 
 def _error(message: letters.Failed) -> CulmError:

@@ -30,6 +30,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     runs: tuple[Run, ...] = ()
     finish: int | None = None
     """The step before which the run ends, once that is decided."""
+    slowest_s: float = 0.0
+    """The longest action: whoever has such is not hung because it is silent for as long."""
 
 
 decode_record = msgspec.msgpack.Decoder(Record).decode

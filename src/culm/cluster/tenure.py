@@ -6,6 +6,9 @@ import asyncio
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from culm.cluster.minutes import Minutes
 from culm.cluster.record import Record, decode_record
 from culm.cluster.relayout import reshaped
 from culm.cluster.roll import Roll
@@ -22,8 +25,9 @@ from culm.runtime.epoch import Epoch
 from culm.schedule import Plan
 
 if TYPE_CHECKING:
-    from culm.cluster.setup import Setup
+    from culm.cluster.setup import NodeRecord, Setup
     from culm.cluster.store import Store
+    from culm.cluster.vigil import Vigil
     from culm.job import Job
     from culm.runtime.clock import Clock
     from culm.transport.base import Transport
@@ -32,11 +36,13 @@ if TYPE_CHECKING:
 class Tenure:
     """What the parts of a leader share: the run's facts so far, the epoch, and letters, events, record and tasks."""
 
-    def __init__(self, job: Job, setup: Setup, node: int, transport: Transport, clock: Clock, store: Store) -> None:
+    def __init__(
+        self, job: Job, setup: Setup, node: int, transport: Transport, clock: Clock, store: Store, vigil: Vigil
+    ) -> None:
         self.job, self.setup, self.node = job, setup, node
         self.asked = setup
         """The setup that the run began with; `setup` is of the shape that it has now."""
-        self.transport, self.clock, self.store = transport, clock, store
+        self.transport, self.clock, self.store, self.vigil = transport, clock, store, vigil
         self.timeouts = derive(setup.suspect_after)
         self.folder = RunFolder(setup.out, resumed_at=None if setup.resume is None else setup.start)
         self.ledger = Ledger(
@@ -54,7 +60,14 @@ class Tenure:
         """The step before which the run ends, once that is decided."""
         self.permitted = 0
         self.began = clock.now()
+        self.relieved = asyncio.Event()
+        """Set when this node has notice and nothing more to give."""
         self.first_step_at: float | None = None
+        self.minutes = Minutes(store, self.timeouts.store_call)
+        self._away = False
+        """Whether the store was out of reach at the last commit."""
+        self._unsettled = False
+        """Whether somebody led before, and what was committed then is not known from all yet."""
         self._published: bytes | None = None
         """The epoch as it stands in the store."""
         self._tasks: list[asyncio.Task[None]] = []
@@ -78,10 +91,15 @@ class Tenure:
         """Put the epoch into the store, unless somebody else has meanwhile: then this leader was taken for dead, and
         is."""
         assert self.epoch is not None
+        await self.minutes.written()  # so that what workers keep in its place is of this epoch alone
         body = letters.encode(self.epoch)
         if not await self.store.swap("epoch", self._published, body):
             raise RunError("another node leads this run: this one was taken for dead")
         self._published = body
+        self._expect_signs(self.epoch)
+
+    def _expect_signs(self, epoch: Epoch) -> None:
+        self.vigil.expect(epoch.number, [member.node for member in epoch.alive], self.clock.now())
 
     async def inherit(self) -> bool:
         """Whether somebody led before: then go on from what the store knows."""
@@ -94,9 +112,11 @@ class Tenure:
         assert isinstance(found, Epoch)
         self._published = epoch
         self.adopt(found)
+        self._expect_signs(found)
         if record is not None:
             self._remember(decode_record(record))
-        self.folder = RunFolder(self.setup.out, resumed_at=self.ledger.next_step)
+        self.folder = RunFolder(self.setup.out, resumed_at=self.setup.steps)
+        self._unsettled = True
         for member in found.alive:
             known = await self.store.get(f"nodes/{member.node}")
             if known is not None:
@@ -106,6 +126,18 @@ class Tenure:
         self.roll.leaving = {node: now + seconds for node, seconds in notices.items() if seconds is not None}
         return True
 
+    def learn(self, record: bytes) -> None:
+        """A worker may know of steps that were committed while the store was out of reach."""
+        found = decode_record(record)
+        if found.next_step > self.ledger.next_step:
+            self._remember(found)
+
+    def settle(self) -> None:
+        """All have said what they know of what was committed before this node led: lines of other steps go."""
+        if self._unsettled:
+            self.folder.rewind(self.ledger.next_step)
+            self._unsettled = False
+
     def _remember(self, record: Record) -> None:
         ledger = self.ledger
         self.began, self.first_step_at = record.began, record.first_step_at
@@ -113,14 +145,37 @@ class Tenure:
         ledger.lost, ledger.duplicated, ledger.skipped = record.lost, record.duplicated, record.skipped
         ledger.redone, ledger.runs = record.redone, list(record.runs)
         ledger.last, ledger.evaluations = record.last, dict(record.evaluations)
-        self.saves.complete, self.roll.gone = list(record.checkpoints), set(record.gone)
+        self.saves.complete = list(record.checkpoints)
+        self.roll.gone |= set(record.gone)
         self.toll.recoveries, self.toll.at_risk_s = list(record.recoveries), record.at_risk_s
+        self.vigil.slowest_s = max(self.vigil.slowest_s, record.slowest_s)
         self.finish = record.finish if record.next_step < self.setup.steps else record.next_step
 
     async def write_record(self) -> None:
-        """So that whoever leads next knows it too."""
+        """So that whoever leads next knows it too, however long it takes."""
+        self.minutes.give("record", self._record())
+        await self.minutes.written()
+
+    async def minute(self, metrics: dict[str, Any]) -> bytes:
+        """Write down a commit. Where a store is waited for in vain: what everyone has to keep in its place, so that
+        whoever leads next hears of it from them."""
+        record, lags = self._record(), self._away and self.minutes.behind
+        if self.setup.survives:
+            self.minutes.give("record", record)
+        self.minutes.give("step", msgspec.msgpack.encode(metrics), each=True)
+        if not self.setup.keeps:
+            await self.minutes.written()
+            return b""
+        there = not lags and await self.minutes.patiently()
+        if self._away is there:
+            self._away = not there
+            why = "commits are kept by the workers until it is back, and nodes neither come nor go"
+            self.event("store_back") if there else self.event("store_away", why=why)
+        return b"" if there else record
+
+    def _record(self) -> bytes:
         ledger = self.ledger
-        record = Record(
+        found = Record(
             began=self.began,
             first_step_at=self.first_step_at,
             next_step=ledger.next_step,
@@ -138,8 +193,9 @@ class Tenure:
             recoveries=tuple(self.toll.recoveries),
             at_risk_s=self.toll.at_risk_s,
             finish=self.finish,
+            slowest_s=self.vigil.slowest_s,
         )
-        await self.store.put("record", encode(record))
+        return encode(found)
 
     def tell(self, message: letters.Message) -> None:
         """A letter to every worker of the epoch."""
@@ -162,9 +218,25 @@ class Tenure:
     def aside(self, work: Coroutine[Any, Any, None]) -> None:
         self._tasks.append(asyncio.create_task(work))
 
+    def let_go(self, record: NodeRecord) -> None:
+        """A node with notice has nothing more to give."""
+        self.roll.leaving.pop(record.node, None)
+        self.roll.gone.add(record.node)
+        self.event("left", node=record.node, step=self.ledger.next_step)
+        if record.node == self.node:
+            self.aside(self._step_down())
+        else:
+            self.transport.post(record.agent, letters.encode(letters.Stop("it has notice and may go")))
+
+    async def _step_down(self) -> None:
+        """This node goes: whoever leads next finds all that there is to know in the store."""
+        await self.write_record()
+        self.relieved.set()
+
     async def close(self) -> None:
         """End what runs aside."""
         self.folder.close()
+        await self.minutes.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

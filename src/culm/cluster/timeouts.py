@@ -29,7 +29,7 @@ class Timeouts:
     connect: float = field(metadata={"means": "connecting to a peer may take"})
     progress: float = field(metadata={"means": "one action may take before its worker is stuck"})
     doubt: float = field(metadata={"means": "a report of a lost peer waits for the store"})
-    adopt: float = field(metadata={"means": "a member may take to adopt an epoch"})
+    adopt: float = field(metadata={"means": "a member may take to its first beat in an epoch"})
     end: float = field(metadata={"means": "a worker that was told to stop may take"})
     drain: float = field(metadata={"means": "of a spot notice, kept for handing over"})
 
@@ -51,7 +51,7 @@ def derive(suspect_after: float = 5.0, *, slowest_action: float = 0.0, **changed
         connect=suspect_after,
         progress=2 * suspect_after + 5 * slowest_action,
         doubt=lease + suspect_after + _LEASE_CHECK_S,
-        adopt=suspect_after + 2 * slowest_action,
+        adopt=12 * suspect_after + 5 * slowest_action,
         end=suspect_after,
         drain=2 * suspect_after,
     )
@@ -88,6 +88,7 @@ def _order(t: Timeouts) -> list[tuple[str, float, str, float, str]]:
             "one endpoint that is silent must not cost a node its lease",
         ),
         ("suspect_after", t.suspect_after, "progress", t.progress, "a busy worker is given longer than a silent one"),
+        ("progress", t.progress, "adopt", t.adopt, "who has not begun yet is given longer than who has"),
         ("lease", t.lease, "doubt", t.doubt, "the store must have time to say who is gone"),
         ("end", t.end, "drain", t.drain, "handing over includes tidying up"),
     ]

@@ -25,7 +25,7 @@ class Clock(Protocol):
         strike. Real work has taken its time already."""
 
     async def aside(self, slow: Callable[A, T], *args: A.args, **kwargs: A.kwargs) -> T:
-        """Run a slow call of the outside (a disk) without holding anybody up."""
+        """Run a slow call (of a disk, or that builds layers) without holding anybody up."""
 
     def struck_at(self, node: int) -> float | None:
         """When a node was struck on purpose; None: it was not, or nobody here knows when."""

@@ -136,6 +136,8 @@ class Report(msgspec.Struct, frozen=True, tag="standing"):
     node: int
     epoch: int
     standing: Standing
+    record: bytes = b""
+    """Of the last commit that came with one."""
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
@@ -144,6 +146,7 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
     node: int
     epoch: int
     done: int
+    """Actions; and a beat itself, for who builds its layers or waits for a disk, however long that takes."""
     slowest_s: float
     """The longest action so far: who has such may be silent for as long."""
 
@@ -234,6 +237,10 @@ class Commit(msgspec.Struct, frozen=True, tag="commit"):
     """The leader to workers: every holder has the complete sums of this step. Only permits to delete."""
 
     step: int
+    epoch: int
+    """In which that was so: who has left it has said what it keeps, and keeps it."""
+    record: bytes = b""
+    """Kept by the workers where the store is out of reach, for whoever leads next."""
 
 
 class Finish(msgspec.Struct, frozen=True, tag="finish"):

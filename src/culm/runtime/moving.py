@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from culm.runtime.shadow import build, packed, unpacked
+from culm.runtime.building import built
+from culm.runtime.shadow import packed, unpacked
 from culm.runtime.state import Snapshot
 from culm.schedule import Plan
 from culm.transport.base import Key
 
 if TYPE_CHECKING:
+    from culm.runtime.clock import Clock
     from culm.runtime.desk import Desk, Holding
     from culm.runtime.epoch import Epoch
     from culm.transport.base import Transport
@@ -30,7 +32,7 @@ def give_layers(epoch: Epoch, slot: int, desk: Desk, transport: Transport) -> No
 
 
 async def take_layers(
-    epoch: Epoch, slot: int, desk: Desk, transport: Transport, told: Callable[[int], None]
+    epoch: Epoch, slot: int, desk: Desk, transport: Transport, clock: Clock, told: Callable[[int], None]
 ) -> dict[int, Holding]:
     """The holdings of a worker in a new shape, by stage: of what lies here, and of what others give.
 
@@ -42,7 +44,7 @@ async def take_layers(
     found: dict[int, Holding] = {}
     came = 0
     for stage in plan.stages_of(slot):
-        holding = build(desk.job, epoch.segments, plan.stages, stage, desk.device, epoch.committed)
+        holding = await built(clock, desk.job, epoch.segments, plan.stages, stage, desk.device, epoch.committed)
         whole = Snapshot()
         for layer in holding.state.layers:
             if layer in awaited:

@@ -8,21 +8,22 @@ loss only its backward is left to do. A replica is never more than a step behind
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 from torch import Tensor
 
+from culm.runtime.building import built
 from culm.runtime.data import micro_batch
-from culm.runtime.desk import Holding
 from culm.runtime.state import Snapshot
 from culm.schedule import Kind
 from culm.transport.base import Key
 
 if TYPE_CHECKING:
     from culm.runtime.closing import Closing
+    from culm.runtime.desk import Holding
     from culm.runtime.epoch import Shadow
     from culm.runtime.executor import Executor
     from culm.transport.base import Tensors
@@ -54,7 +55,7 @@ class Shadows:
         `room` is how many seconds it may take if it is nothing that has to be done anyway.
         """
         for stage in (*self.level, *self.fresh):
-            if self._take_copy(stage):
+            if await self._take_copy(stage):
                 return True
             holding = self.desk.holdings.get(stage)
             if holding is None or stage in self.stale:
@@ -80,7 +81,7 @@ class Shadows:
         for stage in self.fresh:
             if stage not in self.desk.holdings:
                 key = Key(self.epoch.number, self.epoch.start, f"state {stage}")
-                self._restore(stage, await self.executor.transport.receive(key))
+                await self._restore(stage, await self.executor.transport.receive(key))
                 await self.executor.clock.work(self.executor.node, self.epoch.start, "copy")
         for stage in (*self.level, *self.fresh):
             holding = self.desk.holdings[stage]
@@ -140,19 +141,22 @@ class Shadows:
                 self.executor.taken(version, g, frame)
         return True
 
-    def _take_copy(self, stage: int) -> bool:
+    async def _take_copy(self, stage: int) -> bool:
         """A fresh shadow begins with the copy that its source sent."""
         if stage not in self.fresh or stage in self.desk.holdings:
             return False
         frame = self.executor.transport.arrived(Key(self.epoch.number, self.epoch.start, f"state {stage}"))
         if frame is None:
             return False
-        self._level(self._restore(stage, frame))
+        self._level(await self._restore(stage, frame))
         return True
 
-    def _restore(self, stage: int, frame: Tensors) -> Holding:
-        holding = self.desk.holdings[stage] = holding_of(self.executor, stage, self.epoch.start)
+    async def _restore(self, stage: int, frame: Tensors) -> Holding:
+        executor, epoch, desk = self.executor, self.epoch, self.desk
+        place = (executor.plan.stages, stage, desk.device, epoch.start)
+        holding = await built(executor.clock, desk.job, epoch.segments, *place)
         holding.state.restore(unpacked(frame))
+        desk.holdings[stage] = holding
         return holding
 
     def drop_stale(self) -> None:
@@ -204,18 +208,6 @@ class Shadows:
         self.eager_run += 1
         await self.executor.clock.work(self.executor.node, step, f"{g}F{micro}")
         self._took[g] = self.executor.clock.now() - began
-
-
-def holding_of(executor: Executor, stage: int, version: int) -> Holding:
-    """The layers of a stage, newly built."""
-    return build(executor.desk.job, executor.epoch.segments, executor.plan.stages, stage, executor.desk.device, version)
-
-
-def build(
-    job: Any, segments: Iterable[tuple[int, int]], stages: int, stage: int, device: torch.device, version: int
-) -> Holding:
-    spans = {g: range(*span) for g, span in enumerate(segments) if g % stages == stage}
-    return Holding(job, stage, spans, device, version)
 
 
 def send_copies(executor: Executor) -> None:

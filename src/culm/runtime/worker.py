@@ -7,6 +7,7 @@ import contextlib
 import re
 import resource
 import traceback
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,13 +16,14 @@ from culm.checkpoint import Catalog, Storage
 from culm.errors import CulmError, EpochClosed, LayerFailed, NodeLost
 from culm.plan.lineage import Standing
 from culm.runtime import epoch as letters
+from culm.runtime.building import built
 from culm.runtime.closing import Closing
 from culm.runtime.desk import Desk
 from culm.runtime.epoch import Epoch, decode, encode
 from culm.runtime.estate import Inheritance, hand_over, keep_frame
 from culm.runtime.executor import Executor
 from culm.runtime.moving import give_layers, take_layers
-from culm.runtime.shadow import Shadows, build, send_copies
+from culm.runtime.shadow import Shadows, send_copies
 from culm.runtime.state import Snapshot
 from culm.schedule import Plan
 from culm.transport.base import Key
@@ -53,8 +55,12 @@ class Worker:
         self._saving: asyncio.Task[None] | None = None
         self._executor: Executor | None = None
         self._saved_step: int | None = None
+        self._slow = 0
+        """Whether layers are being built, or a disk is waited for: that takes as long as it takes."""
         self._floor = 0
         """No epoch below this number is listened to."""
+        self._record = b""
+        """What the last leader would have put into the store that was out of reach."""
         self._told = (0, 0)
         """(epoch, step): the first step that the leader of the epoch has not had a report of."""
         self._drain = (0, 0)
@@ -90,8 +96,10 @@ class Worker:
                 self._drain = number, before
             case letters.Finish(step):
                 self.finish = step
-            case letters.Commit(step):
-                self._commit(step + 1)
+            case letters.Commit(step, number, record):
+                if number >= self._floor:
+                    self._record = record or self._record
+                    self._commit(step + 1)
             case letters.Stop():
                 return False
         self._news.set()
@@ -115,7 +123,7 @@ class Worker:
         training = self._training is not None and not self._training.done()
         if number < self._floor or (number == self._floor and training):
             # Another leader was further: this one has to begin above.
-            self.transport.post(leader, encode(letters.Report(self.node, self._floor, Standing())))
+            self.transport.post(leader, encode(letters.Report(self.node, self._floor, Standing(), self._record)))
             return
         self._floor = number
         left = self.transport.close_epochs(number)
@@ -124,7 +132,7 @@ class Worker:
             self._salvage(self._executor, left)
         await self.clock.work(self.node, self.committed, "standing")
         standing = self.desk.standing() if self.desk is not None else Standing()
-        self.transport.post(leader, encode(letters.Report(self.node, number, standing)))
+        self.transport.post(leader, encode(letters.Report(self.node, number, standing, self._record)))
 
     def _salvage(self, executor: Executor, left: dict[Key, Tensors]) -> None:
         """What had come and was not used yet may be all that is left of it."""
@@ -151,17 +159,17 @@ class Worker:
         if epoch.number < self._floor or epoch.slot_of(self.node) is None:
             return
         await self._stop_training()
-        self._floor = epoch.number
+        self._floor, self._record = epoch.number, b""
         self.transport.close_epochs(epoch.number)
         self._training = asyncio.create_task(self._train(epoch))
 
     async def _train(self, epoch: Epoch) -> None:
         """The life of an epoch here. An error becomes one letter to the leader."""
-        executor = beating = None
+        executor = None
+        beating = asyncio.create_task(self._beat(epoch)) if epoch.beat_s else None
         try:
             await self.clock.work(self.node, epoch.start, "adopt")
             executor = await self._prepare(epoch)
-            beating = asyncio.create_task(self._beat(executor)) if epoch.beat_s else None
             await self._run_epoch(executor)
         except (asyncio.CancelledError, EpochClosed):
             raise
@@ -173,13 +181,26 @@ class Worker:
             if executor is not None:
                 executor.leave()
 
-    async def _beat(self, executor: Executor) -> None:
+    async def _beat(self, epoch: Epoch) -> None:
         """Tell the leader now and then how far this worker has come. A worker that stands still says so."""
-        epoch = executor.epoch
+        waited = done = 0
+        slowest_s = 0.0
         while True:
-            beat = letters.Beat(self.node, epoch.number, executor.done, executor.slowest_s)
-            self.transport.post(epoch.leader, encode(beat))
+            executor = self._executor
+            if executor is not None and executor.epoch is epoch:
+                done, slowest_s = executor.done, executor.slowest_s
+            waited += self._slow > 0
+            self.transport.post(epoch.leader, encode(letters.Beat(self.node, epoch.number, done + waited, slowest_s)))
             await self.clock.sleep(epoch.beat_s)
+
+    @contextlib.contextmanager
+    def _slowly(self) -> Iterator[None]:
+        """For as long as this lasts every beat says that something moves."""
+        self._slow += 1
+        try:
+            yield
+        finally:
+            self._slow -= 1
 
     async def _run_epoch(self, executor: Executor) -> None:
         epoch = executor.epoch
@@ -240,17 +261,22 @@ class Worker:
         self._commit(epoch.committed)
         self.desk.drop(epoch.recovery.dropped)
         self._saved_step = None
+        with self._slowly():
+            await self._build(epoch, slot, self.desk)
+        executor = self._executor = Executor(self.job, epoch, slot, self.desk, self.transport, self.clock)
+        return executor
+
+    async def _build(self, epoch: Epoch, slot: int, desk: Desk) -> None:
         plan = Plan.from_text(epoch.plan)
         shadowed = [shadow.stage for shadow in epoch.shadows if shadow.slot == slot and not shadow.fresh]
         for stage in (*plan.stages_of(slot), *shadowed):
-            if stage not in self.desk.holdings:
-                holding = build(self.job, epoch.segments, plan.stages, stage, self.desk.device, epoch.start)
+            if stage not in desk.holdings:
+                place = (plan.stages, stage, desk.device, epoch.start)
+                holding = await built(self.clock, self.job, epoch.segments, *place)
                 if epoch.resume is not None:
                     assert epoch.resume_from is not None
                     await self.clock.aside(load_checkpoint, holding.state, epoch.resume_from, epoch.resume)
-                self.desk.holdings[stage] = holding
-        executor = self._executor = Executor(self.job, epoch, slot, self.desk, self.transport, self.clock)
-        return executor
+                desk.holdings[stage] = holding
 
     async def _take_layers(self, epoch: Epoch, slot: int) -> dict[int, Holding]:
         """The layers that this worker has in the new shape; others may need some that are here."""
@@ -262,7 +288,7 @@ class Worker:
             self.transport.post(epoch.leader, encode(beat))
 
         give_layers(epoch, slot, self.desk, self.transport)
-        taken = await take_layers(epoch, slot, self.desk, self.transport, told)
+        taken = await take_layers(epoch, slot, self.desk, self.transport, self.clock, told)
         await self.clock.work(self.node, epoch.start, "moved")
         return taken
 
@@ -403,7 +429,8 @@ class Worker:
 
     async def _saved(self) -> None:
         if self._saving is not None:
-            await asyncio.shield(self._saving)  # a halt ends this wait, not the write
+            with self._slowly():
+                await asyncio.shield(self._saving)  # a halt ends this wait, not the write
             self._saving = None
 
     async def _write(self, epoch: Epoch, done: int, snapshot: Snapshot, slot: int) -> None:

@@ -7,6 +7,6 @@ blob       pure: large values in parts                     store      EtcdStore
 """
 
 from culm.cluster.etcd.access import Access, parse_access
-from culm.cluster.etcd.store import MAX_VALUE, EtcdStore
+from culm.cluster.etcd.store import EtcdStore
 
-__all__ = ["MAX_VALUE", "Access", "EtcdStore", "parse_access"]
+__all__ = ["Access", "EtcdStore", "parse_access"]

@@ -1,4 +1,5 @@
-"""Blobs: what is too large for one value, in parts, under the hash of its content. Pure."""
+"""Blobs: values that are too large for one key (plans for a thousand workers), in parts, under the hash of their
+content. Pure."""
 
 from __future__ import annotations
 
@@ -8,13 +9,31 @@ from collections.abc import Iterator
 from culm.errors import UsageError
 
 MAX_BLOB = 64 * 2**20
+LARGEST_VALUE = 2**19
+"""Bytes that lie under a key itself: etcd takes requests of 1.5 MiB, and a swap names two values."""
 _PART = 2**20
+_MARK = b"\0blob "
+
+
+def pointer(value: bytes) -> bytes:
+    """What lies under the key of a value: the value or, if that is large, the name of a blob."""
+    return _MARK + name(value).encode() if is_blob(value) else value
+
+
+def is_blob(value: bytes) -> bool:
+    """Whether a value lies in a blob. Nothing else ever looks like a pointer."""
+    return len(value) > LARGEST_VALUE or value.startswith(_MARK)
+
+
+def pointed(found: bytes) -> str | None:
+    """The name of the blob that what lies under a key stands for; None: it is the value itself."""
+    return found.removeprefix(_MARK).decode() if found.startswith(_MARK) else None
 
 
 def name(data: bytes) -> str:
     """The SHA-256 of the content; refuses what is larger than a plan could ever be."""
     if len(data) > MAX_BLOB:
-        raise UsageError(f"a blob has {len(data):,} bytes and the store takes {MAX_BLOB:,}: put it on storage instead")
+        raise UsageError(f"a value of {len(data):,} bytes is too large for the store: it takes {MAX_BLOB:,}")
     return hashlib.sha256(data).hexdigest()
 
 

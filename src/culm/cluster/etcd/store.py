@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from culm.cluster.timeouts import Timeouts
     from culm.runtime.clock import Clock
 
-MAX_VALUE = 3 * 2**19 - 4096
-"""Bytes of a value, or of both values of a swap. etcd takes requests of 1.5 MiB, all told."""
 _PAGE = 500
 """Keys in one answer when a watch begins."""
 
@@ -88,16 +86,23 @@ class EtcdStore:
         return await asyncio.shield(self._gateway.ended)
 
     async def get(self, key: str) -> bytes | None:
-        found = await self._read(key)
-        return None if found is None else found.value
+        while True:
+            found = await self._read(key)
+            value = None if found is None else await self._value(found.value)
+            if found is None or value is not None:
+                return value
 
     async def put(self, key: str, value: bytes, *, session: bool = False) -> None:
-        _check_size(key, len(value))
-        await self._write([self._put(key, value, session)])
+        await self._write([self._put(key, await self._placed(value), session)])
 
     async def swap(self, key: str, old: bytes | None, new: bytes, *, session: bool = False) -> bool:
-        _check_size(key, len(old or b"") + len(new))
-        return await self._write([self._put(key, new, session)], [wire.equals(self._key(key), old)])
+        """As promised; what was in the place of a large value goes with it."""
+        there = [wire.equals(self._key(key), None if old is None else blob.pointer(old))]
+        swapped = await self._write([self._put(key, await self._placed(new), session)], there)
+        if swapped and old is not None and old != new and blob.is_blob(old):
+            folder = blob.folder(self._home, blob.name(old))
+            await self._write([wire.delete(folder, prefix_end(folder))])
+        return swapped
 
     async def delete(self, key: str) -> None:
         """Remove a key; one that is not there is no error."""
@@ -107,17 +112,20 @@ class EtcdStore:
         """What is there, by name, then every change in order, through outages, each once.
 
         Only if an outage lasted until etcd had forgotten the changes since (compaction), what is told then is the
-        difference: the last value of what changed, and what is gone.
+        difference: the last value of what changed, and what is gone. A large value that another one has replaced
+        before it could be read is not told.
         """
         mirror = Mirror(f"{self._home}key/")
         while True:
             async with self._in_order:
                 there = mirror.settle(*await self._list(self._key(prefix)))
             for change in there:
-                yield change
+                if (told := await self._whole(change)) is not None:
+                    yield told
             async with aclosing(self._follow(self._key(prefix), mirror)) as changes:
                 async for change in changes:
-                    yield change
+                    if (told := await self._whole(change)) is not None:
+                        yield told
 
     async def evict(self, key: str) -> bool:
         """End the session that a key belongs to, as if its machine were gone; False: there is no such session.
@@ -132,29 +140,6 @@ class EtcdStore:
         await self._session.revoke(found.lease)  # calls that were made meanwhile need not wait for it
         return True
 
-    async def put_blob(self, data: bytes) -> str:
-        """Store up to 64 MiB under their SHA-256, which is returned. Done again, it does nothing."""
-        name = blob.name(data)
-        if await self._keys(blob.parts_key(self._home, name)):
-            return name
-        for key, part in blob.split(self._home, name, data):
-            await self._write([wire.put(key, part)])
-        return name
-
-    async def get_blob(self, name: str) -> bytes | None:
-        """A blob by its name; None: it is not there, or not whole."""
-        async with self._in_order:
-            _, parts = await self._list(blob.folder(self._home, name), page=1)
-        return blob.join(name, [kv.value for kv in parts])
-
-    async def keep_blobs(self, names: Iterable[str]) -> None:
-        """Remove all blobs but these."""
-        kept = set(names)
-        for name in sorted({blob.name_of(self._home, key) for key in await self._keys(blob.folder(self._home))}):
-            if name not in kept:
-                folder = blob.folder(self._home, name)
-                await self._write([wire.delete(folder, prefix_end(folder))])
-
     async def erase(self, *, but: str = "") -> None:
         """Remove every key and blob of the job, all but one key if asked; sessions end with their clients."""
         keys, kept = self._key(""), self._key(but)
@@ -168,6 +153,28 @@ class EtcdStore:
     async def names(self, prefix: str) -> list[str]:
         """The keys that begin with a prefix, in order."""
         return [key.removeprefix(self._key("")).decode() for key in await self._keys(self._key(prefix))]
+
+    async def _placed(self, value: bytes) -> bytes:
+        """What to write under a key; a large value lies in a blob by then."""
+        if blob.is_blob(value):
+            name = blob.name(value)
+            if not await self._keys(blob.parts_key(self._home, name)):
+                for key, part in blob.split(self._home, name, value):
+                    await self._write([wire.put(key, part)])
+        return blob.pointer(value)
+
+    async def _value(self, found: bytes) -> bytes | None:
+        """The value that what was found under a key stands for; None: another one has taken its place."""
+        name = blob.pointed(found)
+        if name is None:
+            return found
+        async with self._in_order:
+            _, parts = await self._list(blob.folder(self._home, name), page=1)
+        return blob.join(name, [kv.value for kv in parts])
+
+    async def _whole(self, change: Change) -> Change | None:
+        value = None if change.value is None else await self._value(change.value)
+        return None if value is None and change.value is not None else Change(change.key, value)
 
     def _key(self, key: str) -> bytes:
         return f"{self._home}key/{key}".encode()
@@ -217,8 +224,3 @@ class EtcdStore:
             except Unreachable:
                 await self._gateway.rest(broke)
                 broke += 1
-
-
-def _check_size(key: str, size: int) -> None:
-    if size > MAX_VALUE:
-        raise UsageError(f"key {key!r} is to get {size:,} bytes and etcd takes {MAX_VALUE:,}: store them with put_blob")
