@@ -77,6 +77,8 @@ class Case:
     kills: tuple[str, ...] = ()
     """As `culm run --kill` has them, each with its step and action."""
     checkpoint_every: int = 0
+    reconfigure: str = "cost"
+    """By which policy the shape changes, as `culm run --reconfigure`."""
     action_s: float = ACTION_S
 
     @property
@@ -173,7 +175,7 @@ async def _attempts(case: Case, nursery: LocalNursery, folder: Path) -> Seen:
             checkpoint_every=case.checkpoint_every,
             profile=str(folder / "profile.json"),
             kills=tuple(kills if case.survives else kills[:1]),
-            reconfigure="never",  # what is predicted is the strategy by itself
+            reconfigure=case.reconfigure,
         )
         if await _attempt(napping(case), nursery, request, seen):
             _note(folder / "run", seen)

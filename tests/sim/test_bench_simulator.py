@@ -46,12 +46,18 @@ def test_without_a_checkpoint_all_that_was_done_is_done_again() -> None:
 @pytest.mark.parametrize("strategy", ["reroute", "shadow", "shadow-lazy"])
 def test_a_strategy_that_survives_pauses_and_goes_on_more_slowly(strategy: str) -> None:
     plain = predict(PLAIN, KNOWN)
-    early, late = (
-        predict(replace(PLAIN, strategy=strategy, kills=(f"node=5 step={step} at=1B8",)), KNOWN) for step in (5, 15)
-    )
+    keeps = replace(PLAIN, strategy=strategy, reconfigure="never")
+    early, late = (predict(replace(keeps, kills=(f"node=5 step={step} at=1B8",)), KNOWN) for step in (5, 15))
     assert plain + 0.5 < late < early
     slower = (early - late) / 10
     assert STEP_S / 5 < slower < STEP_S
+
+
+@pytest.mark.parametrize("strategy", ["reroute", "shadow", "shadow-lazy"])
+def test_a_change_of_shape_is_predicted_where_a_loss_comes_early_enough(strategy: str) -> None:
+    for step, changes in ((5, True), (14, False)):
+        hurt = replace(PLAIN, strategy=strategy, kills=(f"node=5 step={step} at=1B8",))
+        assert (predict(hurt, KNOWN) < predict(replace(hurt, reconfigure="never"), KNOWN)) == changes
 
 
 def test_the_undisturbed_step_is_as_long_as_it_was_seen_to_be() -> None:

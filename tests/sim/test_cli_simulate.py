@@ -73,6 +73,18 @@ def test_markets_by_seed_come_with_intervals(plan: str, capsys: pytest.CaptureFi
     assert low < found["strategies"]["reroute"]["goodput"] < high
 
 
+def test_by_which_policy_shapes_change(plan: str, trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for policy in ("cost", "bamboo", "never"):
+        options = ("--strategy", "reroute", "--reconfigure", policy, "--json")
+        assert culm("simulate", "--plan", plan, "--trace", trace, *options) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["reconfigure"] == policy
+        if policy == "never":
+            assert not {"grow", "shrink", "depth", "uneven"} & set(found["strategies"]["reroute"]["decisions"])
+    assert culm("simulate", "--plan", plan, "--trace", trace, "--reconfigure", "costs") == 2
+    assert "there is no policy 'costs': did you mean 'cost'?" in capsys.readouterr().err
+
+
 def test_a_table_and_a_picture_for_people(
     plan: str, trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

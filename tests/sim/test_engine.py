@@ -82,7 +82,7 @@ def test_undisturbed_a_run_trains_all_the_time_but_for_its_start(name: str) -> N
 
 
 def test_after_a_loss_peers_take_over_at_the_speed_of_the_plan() -> None:
-    run = play(SCENE, "reroute", trace((1.0, "remove", 5)), PRICE)
+    run = play(Scene.of(WORK, CHARGES, "never"), "reroute", trace((1.0, "remove", 5)), PRICE)
     one_lost = min(SCENE.steps.rerouted(3, tuple(int(s == at) for s in range(4))) for at in range(4))
     assert run.points[-1].rate == pytest.approx(WORK.samples / one_lost)
     assert run.rollbacks == 0
@@ -96,7 +96,7 @@ def test_a_newcomer_fills_the_hole() -> None:
 
 def test_a_stage_without_a_holder_goes_back_to_the_checkpoint() -> None:
     one_pipeline = replace(WORK, pipelines=1)
-    run = play(Scene.of(one_pipeline, CHARGES), "reroute", trace((1.0, "remove", 0), nodes=8), PRICE)
+    run = play(Scene.of(one_pipeline, CHARGES), "reroute", trace((1.0, "remove", 0), nodes=4), PRICE)
     assert run.rollbacks == 1
     assert 0 < run.split["undone"] <= CHARGES.checkpoint_every_s + CHARGES.load_s(WORK) + 1
 

@@ -46,6 +46,9 @@ def simulate(
     ] = None,
     hours: Annotated[float | None, typer.Option(help="How long; by default as long as the trace, or 24.")] = None,
     strategy: Annotated[str, typer.Option(help="A name, several with commas, or all.")] = "all",
+    reconfigure: Annotated[
+        str, typer.Option(help="By which policy culm's own change their shape: cost, bamboo or never.")
+    ] = "cost",
     seeds: Annotated[int | None, typer.Option(min=1, help="So many markets; by default 10.")] = None,
     instance: Annotated[str | None, typer.Option(help="What a node is, for its price.")] = None,
     on: Annotated[str | None, typer.Option(metavar="DATE", help="Prices of a day, as in 2022-06-30.")] = None,
@@ -70,12 +73,13 @@ def simulate(
         charges = charges_of(set_ or [])
         lived = _traces(workload, trace, market, hours, seeds or 10)
         price, priced = _price(workload, instance, on, prices)
-        outcomes = study(workload, lived, names_of(strategy), charges=charges, price=price)
+        names = names_of(strategy)
+        outcomes = study(workload, lived, names, charges=charges, price=price, reconfigure=reconfigure)
         if picture_ is not None:
             write(picture_, picture(f"{workload.name}: {lived[0].source}", outcomes))
         if json_:
             about = {"hours": lived[0].span_s / HOUR, "runs": len(lived), "trace": lived[0].source, "price": priced}
-            print(json.dumps(_json(outcomes, workload, charges, about)))
+            print(json.dumps(_json(outcomes, workload, charges, {**about, "reconfigure": reconfigure})))
         else:
             _show(outcomes, workload, lived, priced)
 

@@ -12,11 +12,10 @@ import msgspec
 
 from culm.cluster.relayout import Scene, ahead_of, model_of, relayout, shape_now
 from culm.errors import PlanError
-from culm.plan.choose import BANDWIDTH, NEAR
 from culm.plan.failures import Slot
-from culm.plan.layout import SHADOWING
-from culm.plan.reconfigure import Kind, Layout, Outlook, State, bamboo, decide, layouts
+from culm.plan.reconfigure import Kind, Layout, State
 from culm.plan.relayout import Depths, Model, Shape, parse, posts, shape_of, step_s, template, written
+from culm.plan.reshape import AHEAD, RESHAPING, Bounds, Pace, Quiet, judge, offers, outlook
 from culm.runtime import epoch as letters
 from culm.runtime.epoch import Epoch, Member
 from culm.schedule import Plan
@@ -25,11 +24,6 @@ if TYPE_CHECKING:
     from culm.cluster.regroup import Regrouped
     from culm.cluster.tenure import Tenure
     from culm.cluster.toll import Halting
-
-QUIET = 5
-"""So many steps after nodes have come or gone it is decided what to make of them: most changes do not come alone."""
-_DEPTHS = 6
-"""About so many depths are looked at, where a model can be cut into many."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +44,7 @@ class Growth:
         self.tenure = tenure
         self.intent: Intent | None = None
         self._wish: Depths | None = None
-        self._known: tuple[frozenset[int], int] = (frozenset(), -1)
-        """Who was there, and in which shape, when that was last looked at ..."""
-        self._since = 0
-        """... from which step on that has been so ..."""
-        self._judged = False
-        """... and whether it has been decided what to make of them."""
+        self._quiet = Quiet()
         self._model: Model | None = None
         self._times: dict[Depths, float] = {}
 
@@ -72,20 +61,20 @@ class Growth:
         """A step is about to be committed, so nobody has begun the one after the next yet: if another shape is wanted,
         nobody shall."""
         tenure = self.tenure
-        if self.intent is not None or tenure.epoch is None or step + 2 >= tenure.setup.steps or not self._able:
+        if self.intent is not None or tenure.epoch is None or step + AHEAD >= tenure.setup.steps or not self._able:
             return
         asked = self._asked()
         wanted = asked or await tenure.clock.aside(self._decided, step)
         if wanted is None:
             return
-        self.intent = Intent(*wanted, before=step + 2, asked=asked is not None)
+        self.intent = Intent(*wanted, before=step + AHEAD, asked=asked is not None)
         tenure.tell(letters.Drain(tenure.number, self.intent.before))
         tenure.event("drain", step=self.intent.before, layout=written(self.intent.depths), why=self.intent.why)
 
     @property
     def _able(self) -> bool:
         """Whether the strategy lives on what peers and shadows hold: the others have reasons of their own to change."""
-        return self.tenure.setup.strategy in (*SHADOWING, "reroute", "templates") and bool(self.tenure.setup.layers)
+        return self.tenure.setup.strategy in RESHAPING and bool(self.tenure.setup.layers)
 
     @property
     def due(self) -> bool:
@@ -118,34 +107,27 @@ class Growth:
 
     def _decided(self, step: int) -> tuple[Depths, str] | None:
         """Where a post has nobody or somebody has no post, and it has been quiet since: what the policy makes of it."""
-        tenure, epoch = self.tenure, self.tenure.epoch
+        tenure, epoch, now = self.tenure, self.tenure.epoch, self.tenure.clock.now()
         assert epoch is not None
-        there = frozenset(self._nodes(epoch)), epoch.shaped
-        if there != self._known:
-            self._judged, self._known, self._since = False, there, step
+        self._quiet.look((frozenset(self._nodes(epoch)), epoch.shaped), step, now)
         at_odds = tenure.roll.empty(epoch) or tenure.roll.waiting(epoch)
         follows = {member.node for member in epoch.alive} - tenure.roll.crew
-        busy = follows or tenure.roll.leaving or step < self._since + QUIET or not tenure.toll.lately_s
-        if self._judged or not at_odds or busy:
+        busy = follows or tenure.roll.leaving or not tenure.toll.lately_s
+        if not self._quiet.due(step, now) or not at_odds or busy:
             return None
-        self._judged = True
-        return self._judge(epoch)
+        self._quiet.judged = True
+        return self._judge(epoch, now)
 
-    def _judge(self, epoch: Epoch) -> tuple[Depths, str] | None:
-        tenure, now = self.tenure, self.tenure.clock.now()
+    def _judge(self, epoch: Epoch, now: float) -> tuple[Depths, str] | None:
+        setup = self.tenure.setup
+        if setup.reconfigure == "never":
+            return None
         state = self._state(epoch)
-        if tenure.setup.reconfigure == "never":
-            return None
-        offers = self._offers(state)
-        outlook = self._outlook(epoch, state, offers, now)
-        if tenure.setup.reconfigure == "bamboo" and tenure.setup.strategy != "templates":
-            decision, why = bamboo(state, outlook, now)
-        else:
-            decision, why = decide(state, outlook, now, among=offers, near=NEAR)
-        tenure.event("decision", verdict=decision.kind, layout=str(decision.layout), why=why)
-        if decision.kind in ("stay", "fill"):
-            return None
-        return tuple(sorted(decision.layout.depths, reverse=True)), why
+        among = self._offers(state)
+        ahead = outlook(state, among, self._pace(epoch, now), self._time, now)
+        decision, why = judge(setup.reconfigure, setup.strategy, state, among, ahead, now)
+        self.tenure.event("decision", verdict=decision.kind, layout=str(decision.layout), why=why)
+        return (tuple(sorted(decision.layout.depths, reverse=True)), why) if decision.reshapes else None
 
     def _state(self, epoch: Epoch) -> State:
         """In the words of the policy."""
@@ -169,29 +151,25 @@ class Growth:
             kinds: dict[Layout, Kind] = {state.layout: "stay"}
             kinds.setdefault(Layout(template(self.model, len(state.alive))), "uneven")
             return kinds
-        least, most = self.model.shallowest, min(self.model.deepest, len(state.alive))
-        depths = {*range(least, most + 1, max(1, (most - least) // _DEPTHS)), *state.depths}
-        return {layout: kind for layout, kind in layouts(state, sorted(depths)).items() if self._allowed(layout, state)}
+        model = self.model
+        bounds = Bounds(
+            strategy=self.tenure.setup.strategy,
+            shallowest=model.shallowest,
+            deepest=model.deepest,
+            even=model.ranges > 1,
+        )
+        return offers(state, bounds)
 
-    def _allowed(self, layout: Layout, state: State) -> bool:
-        """Whether the model fits so and, where peers are what protects, there are any."""
-        alone = len(layout.depths) == 1 < len(state.depths) and self.tenure.setup.strategy not in SHADOWING
-        fits = self.model.shallowest <= min(layout.depths) and max(layout.depths) <= self.model.deepest
-        even = len(set(layout.depths)) == 1
-        return fits and not alone and (even or self.model.ranges == 1)
-
-    def _outlook(self, epoch: Epoch, state: State, offers: Mapping[Layout, Kind], now: float) -> Outlook:
-        """What the offers are worth: predicted, in proportion to what steps take now."""
+    def _pace(self, epoch: Epoch, now: float) -> Pace:
         tenure, toll = self.tenure, self.tenure.toll
-        running = step_s(self.model, _shape(epoch, tenure), Plan.from_text(epoch.plan))
-        scale = toll.lately_s / running if running else 1.0
-        steps = {layout: scale * self._time(layout) for layout in offers if not layout.holes}
-        steps[state.layout] = toll.lately_s
-        left_s = (tenure.setup.steps - tenure.ledger.next_step) * toll.lately_s
-        calm_s = (now - tenure.began) / len(tenure.roll.gone) if tenure.roll.gone else math.inf
-        state_s = sum(layer.resident_bytes for layer in self.model.layers) / BANDWIDTH
-        move_s = state_s if toll.moved_s is None else toll.moved_s
-        return Outlook(steps=steps, next_event=now + min(left_s, calm_s), move_s=move_s + toll.lately_s / 2)
+        return Pace(
+            lately_s=toll.lately_s,
+            running_s=step_s(self.model, _shape(epoch, tenure), Plan.from_text(epoch.plan)),
+            left_s=(tenure.setup.steps - tenure.ledger.next_step) * toll.lately_s,
+            calm_s=(now - tenure.began) / len(tenure.roll.gone) if tenure.roll.gone else math.inf,
+            state_bytes=sum(layer.resident_bytes for layer in self.model.layers),
+            moved_s=toll.moved_s,
+        )
 
     def _time(self, layout: Layout) -> float:
         depths = tuple(sorted(layout.depths, reverse=True))
@@ -217,14 +195,14 @@ class Growth:
             return self._instantiate(scene) if scene.setup.strategy == "templates" else None
         if intent is None or intent.before > scene.step or ahead_of(halting.standings, scene.step):
             return None
-        self._wish, self._judged = None, True
+        self._wish, self._quiet.judged = None, True
         return self._tried(scene, intent.depths, intent.why)
 
     def _taken(self) -> Intent | None:
         """What was intended. Unless it is done now, it has to be looked at again."""
         intent, self.intent = self.intent, None
         if intent is not None:
-            self._wish, self._judged = intent.depths if intent.asked else self._wish, False
+            self._wish, self._quiet.judged = intent.depths if intent.asked else self._wish, False
         return intent
 
     def salvage(self, halting: Halting, old: Epoch) -> Regrouped | None:

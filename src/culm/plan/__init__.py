@@ -17,6 +17,7 @@
     ahead       plans made once, and ahead of the failures
     remedies    every way to go on without the failed slots, timed
     reconfigure whether to make something else of the nodes now
+    reshape     when a run asks that, with what it knows
     explain     in words
 
 Everything here is a pure function of values: no torch, no clock, no sockets.

@@ -98,6 +98,11 @@ class Decision:
     layout: Layout
     slots: Mapping[Slot, str] = field(default_factory=dict)
 
+    @property
+    def reshapes(self) -> bool:
+        """Whether pipelines are made anew; holes are filled in any case, as soon as somebody stands by."""
+        return self.kind not in ("stay", "fill")
+
 
 Policy: TypeAlias = Callable[[State, Outlook, float], tuple[Decision, str]]
 

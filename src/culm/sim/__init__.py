@@ -4,11 +4,12 @@
     known       models whose speed was published
     costs       what a disturbance costs: everything that is assumed about a cluster
     steps       seconds per step in each situation, by the planner
+    shapes      ... in other shapes than the planned one
     engine      the clock: from event to event
     slots       who fills which slot
     strategy    what all strategies share
-    led         reroute and auto: every decision by the leader's own policy
-    ours        culm's other strategies    uneven     ... with pipelines of unequal depth
+    led         reroute, the shadows and auto: every decision by the functions that a leader asks
+    ours        culm's baselines    uneven     ... with pipelines of unequal depth
     published   those of others
     study       strategies side by side, with intervals
     pictures    nodes, throughput and cost over time

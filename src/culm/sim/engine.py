@@ -7,6 +7,7 @@ it answers with a `Turn`; this file knows no strategy.
 from __future__ import annotations
 
 import heapq
+import math
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
@@ -47,7 +48,15 @@ class Strategy(Protocol):
     expected_s: float
     """Told before each event: how long it may be until nodes come or go again, going by the past."""
     phase: float
-    """Told before each event: how much of the open step is done, from 0 to 1."""
+    """Told before each event: how much of the open step is done, from 0 to 1 ..."""
+    step: int
+    """... and which one that is."""
+    now: float
+    left_s: float
+    """Told before each event: until the end of the trace."""
+    watches: int
+    """Read after each answer: so many steps after the open one it wants to look again, unless something happens before;
+    0: it does not."""
     checkpoint_every_s: float
     """Seconds of training between two checkpoints; 0: none are written."""
     checkpoint_stall_s: float
@@ -59,6 +68,9 @@ class Strategy(Protocol):
 
     def joined(self, new: Sequence[Node]) -> Turn | None:
         """Nodes are ready to take part."""
+
+    def looked(self) -> Turn | None:
+        """Nothing has happened for as long as it wanted to wait."""
 
 
 class Point(NamedTuple):
@@ -127,6 +139,8 @@ class Engine:
         self.warming: list[tuple[float, Node]] = []
         self.ready: set[str] = set()
         self.coming: dict[str, float] = {}
+        self.look_at = math.inf
+        self.look_for = 0.0
         self.since_checkpoint = 0.0
         self.saved: list[_Saved] = [_Saved(0.0, 0.0, 0.0)]
         self.trained_s = 0.0
@@ -143,15 +157,16 @@ class Engine:
         return self.run
 
     def _until(self, t: float) -> None:
-        """Newcomers that are ready before `t` join on the way."""
-        while self.warming and self.warming[0][0] <= t:
-            at = self.warming[0][0]
+        """Newcomers that are ready before `t` join on the way, and strategies that wanted to look again do."""
+        while (at := min(self.look_at, self.warming[0][0] if self.warming else math.inf)) <= t:
             self._advance(at)
             ready = list(self._ready(at))
             if ready:
                 self.ready.update(node.name for node in ready)
                 self._tell()
                 self._take(self.strategy.joined(ready))
+            elif self.look_at <= at:
+                self._look()
         self._advance(t)
 
     def _ready(self, at: float) -> Iterator[Node]:
@@ -192,16 +207,21 @@ class Engine:
 
     def _tell(self) -> None:
         """What a strategy knows before it answers."""
-        self.strategy.expected_s = self._expected()
-        self.strategy.phase = self.run.samples / self.step_samples % 1.0 if self.step_samples else 0.5
+        told, done = self.strategy, self.run.samples / self.step_samples if self.step_samples else 0.5
+        told.now, told.left_s, told.expected_s = self.now, self.trace.span_s - self.now, self._expected()
+        told.step = int(done + 1e-9)
+        told.phase = max(0.0, done - told.step)
 
     def _expected(self) -> float:
         """Until nodes come or go again: as long as it took on average so far, with once imagined in the first hour."""
         return (self.now + HOUR) / (self.moments + 1)
 
     def _take(self, turn: Turn | None) -> None:
-        if turn is None:
-            return
+        if turn is not None:
+            self._turn(turn)
+        self._watch()
+
+    def _turn(self, turn: Turn) -> None:
         if turn.back_to:
             self._take_back(turn.back_to)
         pauses = [(kind, seconds) for kind, seconds in turn.pauses.items() if seconds > 0]
@@ -214,6 +234,27 @@ class Engine:
         if turn.why:
             self.run.reasons[turn.why] = self.run.reasons.get(turn.why, 0) + 1
         self._mark()
+
+    def _watch(self) -> None:
+        """When the strategy is to look again: after the open step and as many more as it wants."""
+        steps, self.look_at = self.strategy.watches, math.inf
+        if steps and self.rate > 0:
+            self.look_for = (int(self.run.samples / self.step_samples + 1e-9) + 1 + steps) * self.step_samples
+            self.look_at = self.now + sum(seconds for _, seconds in self.pauses) + self._trains_s(self.look_for)
+
+    def _trains_s(self, samples: float) -> float:
+        """Until so many samples are trained, if nothing holds it up."""
+        seconds, rate = self.rest
+        return seconds + max(0.0, samples - self.run.samples - seconds * rate) / self.rate
+
+    def _look(self) -> None:
+        """Let the strategy look again, unless checkpoints have held training up so that it is not time yet."""
+        left_s = self._trains_s(self.look_for)
+        if left_s > 1e-6:
+            self.look_at = self.now + left_s
+            return
+        self._tell()
+        self._take(self.strategy.looked())
 
     def _take_back(self, to: str) -> None:
         """The model as it was in the newest checkpoint that is complete; the time since then was for nothing."""

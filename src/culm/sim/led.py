@@ -1,25 +1,30 @@
-"""Strategies whose every reconfiguration is decided by the policy that the leader of a real cluster asks.
+"""culm's own strategies as a leader leads them: what is lost is made good, holes are filled, and shapes change.
 
-`culm.plan.reconfigure` gets what a leader would know: who is alive where, who fills which slot, how long steps take in
-each layout, what pauses cost and when the next loss is due. What it decides is done, here by another clock.
+All that is decided is asked of `culm.plan.reshape`, as the leader of a real run does: some steps after nodes have come
+or gone, with what it would know by then of speed, losses and the end of the run. What is decided is done, here by
+another clock.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from culm.plan import Slot
-from culm.plan.reconfigure import Decision, Layout, Outlook, State, decide, layouts
-from culm.sim.engine import Turn
+from culm.plan.goodput import Risk
+from culm.plan.reconfigure import Decision, Outlook, State, never
+from culm.plan.reshape import AHEAD, Bounds, Pace, Quiet, judge, offers, outlook, patience
+from culm.plan.strategy import choose_strategy
+from culm.sim.engine import Node, Turn
+from culm.sim.ours import Checkpoint
+from culm.sim.shapes import bare_parts, overlap
+from culm.sim.slots import interleaved
 from culm.sim.strategy import Saving, Scene
 
-if TYPE_CHECKING:
-    from culm.sim.engine import Node
+_NO_OUTLOOK = Outlook(steps={}, next_event=0.0)
+"""Whether to fill a hole is no matter of cost."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +44,9 @@ class Seen(State):
 
 
 class Led(Saving):
-    """Nodes in slots, and a policy that says what is made of them."""
+    """Nodes in pipelines of any depths, and a leader that makes the best of them."""
 
-    shapes: ClassVar[bool] = False
-    """Whether other depths than the planned one are considered."""
+    shadows: ClassVar[bool] = False
 
     def __init__(self, scene: Scene) -> None:
         super().__init__(scene)
@@ -52,179 +56,211 @@ class Led(Saving):
         self.depths: tuple[int, ...] = ()
         self.holes: set[Slot] = set()
         self.spare: dict[str, None] = {}
-        self.rate = 0.0
         self.began = False
+        self.quiet = Quiet()
+        self.shaped = 0
+        self.gone = 0
+        self.calm_since = 0.0
+        """The last loss: until then there was time to make copies of what had but one holder."""
+        self.moved_s: float | None = None
 
-    @property
-    def most(self) -> int:
-        return self.workload.micro_batches if self.shapes else self.workload.pipelines
+    # What happens.
 
     def lost(self, gone: Sequence[Node]) -> Turn | None:
         hit = [self.place.pop(node.name) for node in gone if node.name in self.place]
         for node in gone:
             self.alive.pop(node.name, None)
             self.spare.pop(node.name, None)
-        self.holes.update(hit)
         for slot in hit:
             del self.filled[slot]
-        if not hit:
-            return None
-        if not (self.held(hit) or self.charges.handed_over(self.workload)):
-            return self.begin()
-        redo = self.redo_s(len(self.depths), hit)
-        return self.follow({**self.charges.alarm, "redo": redo}, completes=True) or self.begin()
+        self.holes.update(hit)
+        self.gone += len(hit)
+        turn = self._recovered(hit) if hit else None
+        self._wait()
+        return turn
 
-    def held(self, hit: Sequence[Slot]) -> bool:
-        """Whether somebody who is left has the layers of the slots that were hit."""
-        return held(self.depths, self.filled, hit)
+    def _recovered(self, hit: Sequence[Slot]) -> Turn | None:
+        """The open step is completed by those that hold what was lost, if anybody does."""
+        pauses = {**self.charges.alarm, "redo": self.redo_s(len(self.depths), hit)}
+        held, self.calm_since = self._held(hit), self.now
+        if not held:
+            return self.begin()
+        filled = self._fill()
+        return Turn(self.rate, {**pauses, **filled}, why="fill" if filled else "stay", completes=True)
+
+    def _held(self, hit: Sequence[Slot]) -> bool:
+        """Whether every part of the model has a holder left, or was given to somebody before its last one went: within
+        a notice, or because it had but one holder for longer than a copy takes."""
+        if overlap(self.depths, self.holes, shadows=self.shadows) < len(self.depths):
+            return True
+        if len(self.depths) > 1 or self.shadows:
+            copied = self.now - self.calm_since >= self.charges.move_s(self.workload)
+            lost = [part.intersection(hit) for part in bare_parts(self.depths, self.holes, shadows=self.shadows)]
+            if copied and all(len(part) < 2 for part in lost):
+                return True
+        return self.charges.handed_over(self.workload)
 
     def joined(self, new: Sequence[Node]) -> Turn | None:
         self.alive.update((node.name, node.zone) for node in new)
         self.spare.update((node.name, None) for node in new)
-        return self.follow({}) if self.depths else self.begin() if not self.rate else None
+        turn = self._taken_in() if self.depths else self.begin()
+        self._wait()
+        return turn
 
-    def begin(self) -> Turn | None:
-        """From nothing, or from the checkpoint: whatever layout is fastest for those that are there."""
-        self.depths, self.filled, self.place, self.holes = (), {}, {}, set()
-        self.spare = dict.fromkeys(self.alive)
-        start = {"start": self.charges.restart_s}
-        turn = self.follow(start)
-        if turn is None:
-            self.rate = 0.0
-            return Turn(0.0, back_to="checkpoint", why="too few nodes") if self.began else None
-        again, self.began = self.began, True
-        return self.reload(turn.rate) if again else Turn(turn.rate, start, why="start")
+    def _taken_in(self) -> Turn | None:
+        filled = self._fill()
+        return Turn(self.rate, filled, why="fill") if filled else None
 
-    def follow(self, pauses: dict[str, float], *, completes: bool = False) -> Turn | None:
-        """Ask the policy, and do what it says. None: there is nothing to do, or nothing that can be done."""
-        state = Seen(
+    def looked(self) -> Turn | None:
+        """It has been quiet since nodes came or went: what does the policy make of them?"""
+        self.watches = 0
+        if self.quiet.judged or not self.at_odds or self.scene.reconfigure == "never":
+            return None
+        self.quiet.judged = True
+        state = self._state()
+        among = offers(state, self._bounds)
+        ahead = outlook(state, among, self._pace(), lambda layout: self.scene.shapes.predicted(layout.depths), self.now)
+        found, _ = judge(self.scene.reconfigure, self.name, state, among, ahead, self.now)
+        turn = self._reshaped(found) if found.reshapes else None
+        self._wait()
+        return turn
+
+    @property
+    def at_odds(self) -> bool:
+        """Whether a slot has nobody, or somebody no slot."""
+        return bool(self.depths and (self.holes or self.spare))
+
+    def _wait(self) -> None:
+        """Look again when it has been quiet for long enough, unless that has been judged."""
+        self.quiet.look((frozenset(self.alive), self.shaped), self.step, self.now)
+        self.watches = patience(self.step_s()) + AHEAD - 1 if self.at_odds and not self.quiet.judged else 0
+
+    # What is known.
+
+    def _state(self) -> Seen:
+        return Seen(
             alive=self.alive,
             slots=self.filled,
             depths=self.depths,
-            most=self.most,
+            most=self.workload.micro_batches,
             empty=frozenset(self.holes),
             spare=tuple(self.spare),
         )
-        steps = {layout: s for layout in layouts(state, self._depths()) if (s := self.step_s(layout)) < math.inf}
-        if not steps or (not pauses and self._settled(steps)):
-            return None
-        found = self.decide(state, steps)
-        if found.kind == "stay" and not pauses:
-            return None
-        self.rate = self.scene.rate(self.step_s(found.layout))
-        if found.kind != "stay":
-            self._move_in(found)
-        return Turn(self.rate, {**pauses, **self._pause(found)}, why=found.kind, completes=completes)
 
-    def _settled(self, steps: dict[Layout, float]) -> bool:
-        """Whether nothing is faster than what there is, and no stage is down to its last holder."""
-        lost = max(Counter(slot.stage for slot in self.holes).values(), default=0)
-        return self.scene.rate(min(steps.values())) <= self.rate and lost < len(self.depths) - 1
+    @property
+    def _bounds(self) -> Bounds:
+        w = self.workload
+        return Bounds(strategy=self.name, shallowest=w.fewest, deepest=w.layers or 2 * w.fewest)
 
-    def _move_in(self, found: Decision) -> None:
-        self.depths = found.layout.depths
-        self.filled = {slot: node for slot, node in found.slots.items() if node in self.alive}
-        self.place = {node: slot for slot, node in self.filled.items()}
-        every = (Slot(d, s) for d, depth in enumerate(self.depths) for s in range(depth))
+    def _pace(self) -> Pace:
+        lately_s = self.step_s()
+        steps_left = self.workload.steps - self.step + AHEAD - 1
+        return Pace(
+            lately_s=lately_s,
+            running_s=self.scene.shapes.running(self.depths, frozenset(self.holes), self.name),
+            left_s=steps_left * lately_s if self.workload.steps else self.left_s,
+            calm_s=self.now / self.gone if self.gone else math.inf,
+            state_bytes=self.workload.state_bytes,
+            moved_s=self.moved_s,
+        )
+
+    def step_s(self) -> float:
+        """A step as things stand."""
+        return self.scene.shapes.actual(self.depths, frozenset(self.holes), self.name)
+
+    @property
+    def rate(self) -> float:
+        return self.scene.rate(self.step_s()) if self.depths else 0.0
+
+    # What is done.
+
+    def begin(self) -> Turn | None:
+        """From nothing, as planned; or from the checkpoint, in the shape that there was as far as it can be held."""
+        self.filled, self.place, self.spare = {}, {}, dict.fromkeys(self.alive)
+        self._shape(self._restarted() if self.began else self._whole())
+        self._fill()
+        again, self.began = self.began, self.began or bool(self.depths)
+        if not self.depths:
+            return Turn(0.0, back_to="checkpoint", why="too few nodes") if again else None
+        return self.reload(self.rate) if again else Turn(self.rate, {"start": self.charges.restart_s}, why="start")
+
+    def _whole(self) -> tuple[int, ...]:
+        P = self.workload.stages
+        return (P,) * min(self.workload.pipelines, len(self.alive) // P)
+
+    def _restarted(self) -> tuple[int, ...]:
+        """Every stage has somebody, and holes are where there are most; else one pipeline of those that are left."""
+        nodes = len(self.alive)
+        if self.depths and nodes >= max(self.depths):
+            return self.depths
+        return self._whole() or ((nodes,) if nodes >= self.workload.fewest else ())
+
+    def _shape(self, depths: tuple[int, ...]) -> None:
+        self.depths, self.shaped = depths, self.shaped + 1
+        every = (Slot(d, s) for d, depth in enumerate(depths) for s in range(depth))
         self.holes = {slot for slot in every if slot not in self.filled}
+
+    def _fill(self) -> dict[str, float]:
+        """Whoever stands by takes an empty slot; the pause in which that is done."""
+        if not self.holes or not self.spare:
+            return {}
+        found, _ = never(self._state(), _NO_OUTLOOK, self.now)
+        self._move_in(self.seats(found))
+        return {"join": self.charges.join_s}
+
+    def _move_in(self, slots: dict[Slot, str]) -> None:
+        self.filled = slots
+        self.place = {node: slot for slot, node in slots.items()}
+        self.holes.difference_update(slots)
         self.spare = {node: None for node in self.alive if node not in self.place}
 
-    def decide(self, state: State, steps: dict[Layout, float]) -> Decision:
-        """By cost, as the leader does."""
-        outlook = Outlook(
-            steps=steps,
-            next_event=self.expected_s,
-            fill_s=self.charges.join_s,
-            move_s=self.charges.join_s + self.charges.move_s(self.workload),
-        )
-        return decide(state, outlook, 0.0, depths=self._depths())[0]
+    def seats(self, found: Decision) -> dict[Slot, str]:
+        """The node of every slot that will be filled: holders of a stage in as many zones as can be."""
+        return dict(found.slots)
 
-    def step_s(self, layout: Layout) -> float:
-        """One hole is where it is; of several it is taken that nodes move until they are where they hurt least."""
-        here = layout.holes == len(self.holes) == 1 and len(layout.depths) > 1
-        if here and set(layout.depths) == {self.workload.stages}:
-            (hole,) = self.holes
-            spread = tuple(int(stage == hole.stage) for stage in range(self.workload.stages))
-            return self.steps.rerouted(len(layout.depths), spread)
-        return self.steps.layout(layout)
-
-    def _depths(self) -> Iterable[int]:
-        if not self.shapes:
-            return () if self.depths else (self.workload.stages,)
-        w = self.workload
-        deepest = min(2 * w.fewest, w.layers or 2 * w.fewest)
-        return sorted({w.stages, *range(w.fewest, deepest + 1, max(1, (deepest - w.fewest) // 6))})
-
-    def _pause(self, found: Decision) -> dict[str, float]:
-        if found.kind == "stay":
-            return {}
-        move = {} if found.kind in ("fill", "grow") else {"move": self.charges.move_s(self.workload)}
-        return {**move, "join": self.charges.join_s}
+    def _reshaped(self, found: Decision) -> Turn:
+        """Other pipelines, after a pause in which the last step drains and layers go to their new holders."""
+        self.filled = {}
+        self._shape(found.layout.depths)
+        self._move_in(self.seats(found))
+        change = {"move": self.charges.move_s(self.workload), "join": self.charges.join_s}
+        took = sum(change.values())
+        self.moved_s = took if self.moved_s is None else (self.moved_s + took) / 2
+        return Turn(self.rate, change, why=found.kind)
 
 
 class Reroute(Led):
-    """`reroute`: the peers of a lost worker run its micro-batches; holes are filled as soon as somebody stands by."""
+    """`reroute`: the peers of a lost worker run its micro-batches."""
 
     name = "reroute"
 
 
-class Auto(Led):
-    """`auto`: re-route, fill, give a hurt pipeline up, or cut the model anew: whatever will have trained most.
+class Shadow(Led):
+    """`shadow`: the predecessor of a lost worker has its layers and runs both stages."""
 
-    In a single pipeline nobody has peers: there each node shadows the next one, where that costs less than to go back
-    to a checkpoint as often as nodes are lost.
-    """
+    name = "shadow"
+    shadows = True
 
-    name = "auto"
-    shapes = True
-
-    def __init__(self, scene: Scene) -> None:
-        super().__init__(scene)
-        self.shadows = False
-
-    def _worth_shadows(self, depths: Sequence[int]) -> bool:
-        c = self.charges
-        back_s = c.detect_s + c.restart_s + c.load_s(self.workload) + self.checkpoint_every_s / 2
-        return len(depths) == 1 < depths[0] and c.shadow * self.expected_s < back_s
-
-    def held(self, hit: Sequence[Slot]) -> bool:
-        return super().held(hit) or (self.shadows and not neighbours(self.holes, self.depths[0]))
-
-    def step_s(self, layout: Layout) -> float:
-        if not self._worth_shadows(layout.depths):
-            return super().step_s(layout)
-        if not layout.holes:
-            return super().step_s(layout) * (1 + self.charges.shadow)
-        planned = layout.depths == (self.workload.stages,) and layout.holes == len(self.holes)
-        return self.steps.shadowed(1) * self.steps.taken_over(1, self.holes) if planned else math.inf
-
-    def redo_s(self, pipelines: int, hit: Sequence[Slot]) -> float:
-        if pipelines > 1 or self.charges.notice_s:
-            return super().redo_s(pipelines, hit)
-        return self.scene.redo.seconds("shadow", 1, hit, self.phase)
-
-    def follow(self, pauses: dict[str, float], *, completes: bool = False) -> Turn | None:
-        turn = super().follow(pauses, completes=completes)
-        if turn is not None:
-            self.shadows = self._worth_shadows(self.depths)
-        return turn
+    def seats(self, found: Decision) -> dict[Slot, str]:
+        """In a new shape neighbours of a pipeline are in different zones; who is seated already stays."""
+        if self.filled:
+            return super().seats(found)
+        order = iter(interleaved(Node(name, zone) for name, zone in self.alive.items()))
+        return {slot: next(order).name for slot in sorted(found.slots)}
 
 
-def neighbours(holes: Iterable[Slot], stages: int) -> bool:
-    """Whether two slots that follow each other in one pipeline are empty: then the shadow of one is gone too."""
-    gone = {(slot.pipeline, slot.stage) for slot in holes}
-    return any((d, (s + 1) % stages) in gone for d, s in gone)
+class ShadowLazy(Shadow):
+    """`shadow-lazy`: the shadow is kept current, but runs nothing ahead of time."""
+
+    name = "shadow-lazy"
 
 
-def held(depths: Sequence[int], filled: Iterable[Slot], hit: Sequence[Slot]) -> bool:
-    """Whether every part of the model still has a holder; only what was hit can have lost its last one."""
-    there = set(filled)
-    if len(set(depths)) == 1:
-        return all(any(Slot(d, slot.stage) in there for d in range(len(depths))) for slot in hit)
-    missing = [
-        [(s / depth, (s + 1) / depth) for s in range(depth) if Slot(d, s) not in there]
-        for d, depth in enumerate(depths)
-    ]
-    edges = sorted({edge for parts in missing for part in parts for edge in part})
-    middles = [(a + b) / 2 for a, b in pairwise(edges)]
-    return not any(all(any(a < x < b for a, b in parts) for parts in missing) for x in middles)
+def auto(scene: Scene) -> Saving:
+    """`auto`: the strategy that a run would choose for itself, knowing no more of its losses than by default."""
+    w, c = scene.workload, scene.charges
+    told = {"detect_s": c.detect_s, "decide_s": c.decide_s, "join_s": c.join_s, "restart_s": c.restart_s}
+    risk = Risk(**told, stall_s=c.stall_s, storage=c.storage, shadow=c.shadow)
+    step_s = scene.steps.healthy(w.pipelines)
+    chosen = choose_strategy(w.case(w.pipelines), step_s, state_bytes=w.state_bytes, risk=risk, saves=True)
+    made: dict[str, type[Saving]] = {"reroute": Reroute, "shadow": Shadow}
+    return made.get(chosen.strategy, Checkpoint)(scene)

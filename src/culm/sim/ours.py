@@ -1,11 +1,10 @@
-"""culm's own strategies, with the planner's own functions: what a real run does, by another clock."""
+"""culm's baselines: strategies that keep their shape, but for how many pipelines there are."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from culm.sim.engine import Turn
-from culm.sim.led import neighbours
 from culm.sim.strategy import Scene, Slotted, Way
 
 
@@ -67,47 +66,6 @@ class Drop(Slotted):
         if not self.slots.holes:
             self.slots.extend()
         return Turn(self.rate(), {"join": self.charges.join_s}, why="fill") if self.rate() > before else None
-
-
-class Shadow(Slotted):
-    """`shadow`: the predecessor of a lost worker has its layers and runs both stages until the hole is filled."""
-
-    name = "shadow"
-    apart = True
-
-    def step_s(self) -> float:
-        return self.steps.shadowed(self.slots.pipelines) * self.steps.taken_over(self.slots.pipelines, self.slots.holes)
-
-    def after_loss(self) -> Turn:
-        D, slots = self.slots.pipelines, self.slots
-        pauses = {**self.charges.alarm, "redo": self.redo_s(D, self.hit)}
-        bare = self.unshadowed()
-        if bare and max(slots.spread()) >= D:
-            return self.restart()
-        if slots.fill():
-            pauses["join"] = self.charges.join_s
-        ways = [] if bare and slots.holes else [Way("the shadow takes over", self.rate(), pauses, completes=True)]
-        if slots.holes:
-            rate = self.scene.rate(self.steps.shadowed(slots.whole)) if slots.whole else 0.0
-            moving = {**pauses, "move": self.charges.move_s(self.workload), "join": self.charges.join_s}
-            ways.append(Way("fewer whole pipelines", rate, moving, slots.reform, completes=True))
-        return self.best(ways)
-
-    def unshadowed(self) -> bool:
-        """Whether two neighbours are gone: then the predecessor of one has nothing to take over from."""
-        return self.workload.stages == 1 or neighbours(self.slots.holes, self.slots.stages)
-
-    def after_join(self) -> Turn | None:
-        filled, grown = self.slots.fill(), 0
-        if not self.slots.holes:
-            grown = self.slots.extend()
-        return Turn(self.rate(), {"join": self.charges.join_s}, why="fill") if filled or grown else None
-
-
-class ShadowLazy(Shadow):
-    """`shadow-lazy`: the shadow is kept current, but runs nothing ahead of time."""
-
-    name = "shadow-lazy"
 
 
 NOTICE_S = 120.0

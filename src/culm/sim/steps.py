@@ -226,7 +226,7 @@ class Steps:
         w = self.workload
         m = -(-w.micro_batches // pipelines)
         if not self.planned or len(lost) >= w.stages:
-            return self._doubled(pipelines)
+            return self.doubled(pipelines, w.stages)
         plan = self.plan(1, m)
         held = {s: frozenset((s, (s + 1) % w.stages)) for s in range(w.stages) if s not in lost}
         world = World(plan=plan, strategy="shadow", held=held, costs=w.costs, joint=not w.stagger)
@@ -234,19 +234,23 @@ class Steps:
             return math.inf
         return max(1.0, self._length(arrange_around(world).plan) / self._length(plan))
 
-    def _doubled_stage(self, pipelines: int) -> float:
-        """One worker carries two stages, under 1F1B."""
+    def doubled(self, pipelines: int, depth: int) -> float:
+        """How much longer a step takes where one worker of a pipeline carries two stages, under 1F1B."""
+        return self._doubled(pipelines, depth)
+
+    def _doubled_stage(self, pipelines: int, depth: int) -> float:
         w = self.workload
-        if w.stages == 1:
+        if depth == 1:
             return math.inf
         m = -(-w.micro_batches // pipelines)
-        F, B = w.stage_s * w.forward_share, w.stage_s * (1 - w.forward_share)
-        each = [1.0] * (w.stages - 2) + [2.0]
+        stage_s = w.total_s / depth
+        F, B = stage_s * w.forward_share, stage_s * (1 - w.forward_share)
+        each = [1.0] * (depth - 2) + [2.0]
         hurt = Costs(
             forward=tuple(F * x for x in each),
             input=tuple(B / 2 * x for x in each),
             weight=tuple(B / 2 * x for x in each),
             send=w.send_s,
         )
-        slow = timing(generate("1f1b", pipelines=1, stages=w.stages - 1, micro_batches=m), hurt).makespan
-        return max(1.0, (slow + w.finish_s) / self.one_f_one_b(pipelines))
+        slow = timing(generate("1f1b", pipelines=1, stages=depth - 1, micro_batches=m), hurt).makespan
+        return max(1.0, (slow + w.finish_s) / self.even(pipelines, depth))

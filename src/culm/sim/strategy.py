@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
+from culm.plan.reconfigure import policy
 from culm.sim.engine import Turn
 from culm.sim.redo import Redo
+from culm.sim.shapes import Shapes
 from culm.sim.slots import Slots
 from culm.sim.steps import Steps
 
@@ -27,11 +29,16 @@ class Scene:
     charges: Charges
     steps: Steps
     redo: Redo
+    shapes: Shapes
+    reconfigure: str = "cost"
+    """By which policy culm's own strategies change their shape: cost, bamboo or never."""
 
     @classmethod
-    def of(cls, workload: Workload, charges: Charges) -> Scene:
+    def of(cls, workload: Workload, charges: Charges, reconfigure: str = "cost") -> Scene:
+        """Raises PlanError for a policy that there is not."""
+        policy(reconfigure)
         steps = Steps(workload, charges)
-        return cls(workload, charges, steps, Redo(steps))
+        return cls(workload, charges, steps, Redo(steps), Shapes(steps), reconfigure)
 
     def rate(self, step_s: float) -> float:
         """Samples per second."""
@@ -66,8 +73,9 @@ class Saving(ABC):
         self.checkpoint_write_s = self.charges.load_s(self.workload)
         self.checkpoint_every_s = max(self.charges.checkpoint_every_s, self.checkpoint_write_s)
         self.checkpoint_stall_s = self.charges.stall_s
-        self.expected_s = 0.0
-        self.phase = 0.0
+        self.expected_s = self.now = self.left_s = 0.0
+        self.phase, self.step = 0.0, 0
+        self.watches = 0
 
     @abstractmethod
     def lost(self, gone: Sequence[Node]) -> Turn | None:
@@ -76,6 +84,10 @@ class Saving(ABC):
     @abstractmethod
     def joined(self, new: Sequence[Node]) -> Turn | None:
         """Nodes are ready to take part."""
+
+    def looked(self) -> Turn | None:
+        """Nothing has happened since: most strategies act on events alone."""
+        return None
 
     def best(self, ways: Sequence[Way]) -> Turn:
         """Take the way that has trained most when the next loss is due; of equals the first."""

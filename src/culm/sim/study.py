@@ -17,25 +17,22 @@ from culm.sim.engine import Engine, Run
 from culm.sim.strategy import Saving, Scene
 from culm.sim.workload import Workload
 
-STRATEGIES: dict[str, type[Saving]] = {
-    each.name: each
-    for each in (
-        led.Auto,
-        led.Reroute,
-        ours.Shadow,
-        ours.ShadowLazy,
-        uneven.Templates,
-        ours.Migrate,
-        ours.Drop,
-        ours.Checkpoint,
-        ours.Nothing,
-        published.Bamboo,
-        published.Oobleck,
-        published.Varuna,
-        published.CheckpointRestart,
-        published.OnDemand,
-    )
-}
+_MADE: tuple[type[Saving], ...] = (
+    led.Reroute,
+    led.Shadow,
+    led.ShadowLazy,
+    uneven.Templates,
+    ours.Migrate,
+    ours.Drop,
+    ours.Checkpoint,
+    ours.Nothing,
+    published.Bamboo,
+    published.Oobleck,
+    published.Varuna,
+    published.CheckpointRestart,
+    published.OnDemand,
+)
+STRATEGIES: dict[str, Callable[[Scene], Saving]] = {"auto": led.auto, **{each.name: each for each in _MADE}}
 """By name: culm's own, then those of others."""
 
 ON_DEMAND = "on-demand"
@@ -154,13 +151,20 @@ def names_of(text: str) -> list[str]:
 
 
 def simulate(
-    workload: Workload, traces: Iterable[Trace], names: Sequence[str], *, charges: Charges, price: Price
+    workload: Workload,
+    traces: Iterable[Trace],
+    names: Sequence[str],
+    *,
+    charges: Charges,
+    price: Price,
+    reconfigure: str = "cost",
 ) -> dict[str, Outcome]:
-    """Every strategy over every trace, and what it came to, by name.
+    """Every strategy over every trace, and what it came to, by name. `reconfigure` is the policy by which culm's own
+    change their shape; PlanError is raised for one that there is not.
 
     Step times are worked out once for all of them: what one strategy has planned, the next finds.
     """
-    scene = Scene.of(workload, charges)
+    scene = Scene.of(workload, charges, reconfigure)
     found = {name: Outcome(name) for name in names}
     for trace in traces:
         _check(trace, workload)

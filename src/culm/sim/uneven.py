@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar
 
+from culm.plan.reshape import AHEAD, patience
 from culm.sim.slots import by_zone
 from culm.sim.strategy import Saving, Scene, Way
 
@@ -28,8 +29,9 @@ class Rows:
     def __contains__(self, node: Node) -> bool:
         return any(node in row for row in self.rows)
 
-    def __bool__(self) -> bool:
-        return bool(self.rows)
+    def __len__(self) -> int:
+        """Nodes in rows."""
+        return sum(map(len, self.rows))
 
     def held_without(self, gone: Iterable[Node]) -> bool:
         """Whether every part of the model has a holder left: no part is gone from all rows."""
@@ -43,7 +45,8 @@ class Rows:
 
 
 class Templates(Saving):
-    """`templates`: all nodes in pipelines of unequal depth, made anew after each change; the open step is repeated."""
+    """`templates`: all nodes in pipelines of unequal depth, made anew after each loss; the open step is repeated. With
+    newcomers they are made anew when it has been quiet for as long as a leader waits, or at once as published."""
 
     name = "templates"
     published: ClassVar[bool] = False
@@ -58,8 +61,9 @@ class Templates(Saving):
         for node in gone:
             self.members.pop(node.name, None)
         if not any(node in self.rows for node in gone):
+            self._wait()
             return None
-        before = self.rate
+        before, self.watches = self.rate, 0
         held = self.rows.held_without(gone) or self.charges.handed_over(self.workload)
         self.arrange()
         if not held or not self.rate:
@@ -73,7 +77,21 @@ class Templates(Saving):
             return None
         if not self.rows:
             return self.best([Way("start", rate, {"start": self.charges.restart_s}, self.arrange)])
-        more = Way("re-instantiate with more", rate, self.again(0.0), self.arrange)
+        if self.published:
+            return self._grown()
+        self._wait()
+        return None
+
+    def _wait(self) -> None:
+        idle = len(self.members) > len(self.rows)
+        self.watches = patience(self.workload.samples / self.rate) + AHEAD - 1 if idle and self.rate else 0
+
+    def looked(self) -> Turn | None:
+        self.watches = 0
+        return self._grown()
+
+    def _grown(self) -> Turn:
+        more = Way("re-instantiate with more", self.coming(), self.again(0.0), self.arrange)
         return self.best([Way("go on", self.rate), more])
 
     def coming(self) -> float:

@@ -22,7 +22,7 @@ class Workload:
 
     name: str = "workload"
     pipelines: int
-    """D: the most pipelines there will be. Nodes beyond D x P stand by."""
+    """D: so many there are to begin with. Nodes beyond D x P stand by, unless a strategy makes more of them."""
     stages: int
     """P."""
     micro_batches: int
@@ -45,6 +45,8 @@ class Workload:
     with `split`, `stagger` and `memory`. Steps with holes are always the planner's."""
     split: bool = True
     stagger: bool = True
+    steps: int = 0
+    """Of the whole run: short before its end no change of shape pays any more; 0: it lasts as long as the trace."""
     instance: str = ""
     """What a node is, for its price."""
 

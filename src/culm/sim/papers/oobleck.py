@@ -46,8 +46,8 @@ class Replay:
 
     def __init__(self, system: str, constants: Constants, speeds: Mapping[int, float]) -> None:
         self.system, self.constants, self.speeds = system, constants, speeds
-        self.expected_s = 0.0
-        self.phase = 0.0
+        self.expected_s = self.now = self.left_s = self.phase = 0.0
+        self.step = self.watches = 0
         self.nodes = 0
         self.checkpoint_write_s = 0.0
         self.checkpoint_stall_s = constants.checkpoint
@@ -66,6 +66,9 @@ class Replay:
         before = self.rate()
         self.nodes += len(new)
         return self._turn(before, lost=False) if self.rate() != before else None
+
+    def looked(self) -> Turn | None:
+        return None
 
     def _turn(self, before: float, *, lost: bool) -> Turn:
         rate, c = self.rate(), self.constants

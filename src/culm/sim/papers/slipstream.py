@@ -102,6 +102,6 @@ def _crossing(models: Sequence[Workload]) -> Sheet:
         rows,
         (
             "re-partitioning moves layers and can not stagger the optimizer; re-routing moves nothing",
-            "which of the two pays in a run depends on how long nodes are missing: `auto` decides by that",
+            "which of the two pays in a run depends on how long nodes are missing: `reroute` and `auto` decide by that",
         ),
     )
