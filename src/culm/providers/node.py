@@ -32,9 +32,8 @@ _LARGEST_KEPT = 32 << 20
 
 
 def run_node(job: Job, order: Start, board: Board) -> None:
-    """The agent's process, from its first moment to its last."""
-    # A notice may come before anybody waits for it. The worker goes on until its agent ends it.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    """The agent's process, from its first moment to its last. SIGTERM is blocked until somebody waits for a notice; in
+    the worker it stays so, which goes on until its agent ends it."""
     clock = RealClock(Striker(order.kills, board))
 
     def born(address: str) -> None:

@@ -209,7 +209,12 @@ class Nursery:
             self._pipe.close()
             run_node(job, order, self._board)
 
-        agent = fork(child)
+        # A notice may come before anybody waits for it, in the first moment of the process, too.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        try:
+            agent = fork(child)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         self._nodes[agent] = order
         self._board.enter(order.node, agent)
 
