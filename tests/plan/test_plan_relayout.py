@@ -17,17 +17,15 @@ from culm.plan.relayout import (
     Model,
     Shape,
     layers_of,
-    moves,
     parse,
     posts,
-    seating,
     shape_of,
     step_s,
     template,
     templates,
-    unseated,
     written,
 )
+from culm.plan.seating import moves, seating, unseated
 from culm.schedule import Plan, check
 
 

@@ -12,7 +12,7 @@ from culm.cluster.regroup import first_epoch, protected, restart
 from culm.cluster.relayout import shape_now
 from culm.cluster.turnover import whole
 from culm.errors import RunError
-from culm.plan.relayout import seating
+from culm.plan.seating import seating
 from culm.runtime import epoch as letters
 from culm.runtime.epoch import Member
 

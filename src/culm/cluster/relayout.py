@@ -16,7 +16,8 @@ from culm.errors import PlanError
 from culm.plan.layout import SHADOWING, Layout, World, arrange_around, first_layout
 from culm.plan.lineage import Standing
 from culm.plan.recover import Recovery
-from culm.plan.relayout import Depths, Model, Shape, moves, posts, seating, shape_of, unseated, written
+from culm.plan.relayout import Depths, Model, Shape, posts, shape_of, written
+from culm.plan.seating import moves, seating, unseated
 from culm.runtime.epoch import Epoch, Member, Shadow
 from culm.schedule import Costs, Plan
 

@@ -17,6 +17,7 @@
     ahead       plans made once, and ahead of the failures
     remedies    every way to go on without the failed slots, timed
     reconfigure whether to make something else of the nodes now
+    relayout    another shape for the same model; seating: who sits where in it, and which layers move
     reshape     when a run asks that, with what it knows
     explain     in words
 

@@ -12,7 +12,8 @@ import msgspec
 
 from culm.plan.lineage import Standing
 from culm.plan.recover import Recovery
-from culm.plan.relayout import Move, Shape
+from culm.plan.relayout import Shape
+from culm.plan.seating import Move
 
 
 class Member(msgspec.Struct, frozen=True):
