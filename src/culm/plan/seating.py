@@ -1,7 +1,7 @@
 """Who sits where in another shape, and which layer goes from whom to whom. Pure.
 
-    seating     which node takes which post: few layers on their way, holders of a layer in different zones
-    moves       who gives which layers to whom
+seating     which node takes which post: few layers on their way, holders of a layer in different zones
+moves       who gives which layers to whom
 """
 
 from __future__ import annotations
