@@ -47,17 +47,22 @@ def _file(name: str, **options: float) -> Case:
     return msgspec.convert({"graph": str(GRAPHS / f"{name}.npz"), **options}, Case)
 
 
+def _plain(name: str, **options: float) -> Case:
+    """A graph whose features are wide and thin: decay of the weights keeps a GCN from fitting them, whoever trains."""
+    return _file(name, weight_decay=0.0, **options)
+
+
 CASES = (
     _file("cora", input_dropout=0.5, epochs=200),
     _file("citeseer", input_dropout=0.5, epochs=200),
-    _file("amazon-photo", hidden=64, epochs=200),
-    _file("amazon-computers", hidden=64, epochs=200),
-    _file("facebook-pages", epochs=100),
-    _file("blogcatalog-attr", epochs=100),
-    _file("flickr-attr", epochs=100),
-    _file("coauthor-physics", epochs=100),
+    _plain("amazon-photo", hidden=64, epochs=600),
+    _plain("amazon-computers", hidden=64, epochs=600),
+    _plain("facebook-pages", epochs=200),
+    _plain("blogcatalog-attr", epochs=300),
+    _plain("flickr-attr", epochs=300),
+    _plain("coauthor-physics", epochs=60),
 )
-"""Wide features and no input dropout on the larger ones: their time goes into the first product."""
+"""Each trains until the validation accuracy of everyone stands still."""
 
 
 def compared(
