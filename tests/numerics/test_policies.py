@@ -183,6 +183,35 @@ def test_weights_that_add_up_to_nothing_stop_the_run_or_skip_the_step() -> None:
     assert run.state_sha256 == reference(but(job, steps=0)).state_sha256
 
 
+@pytest.mark.parametrize("weight", [-1.0, math.nan])
+def test_weights_that_would_turn_training_around_are_named(weight: float) -> None:
+    def turned(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
+        return by_label(output, target)[0], weight
+
+    with pytest.raises(LayerFailed, match=f"weights that the loss returned add up to {5 * weight} in step 0"):
+        simulate(but(loss=turned), stages=2)
+
+
+SCHEDULES_GONE_WRONG = {
+    "raises": (lambda step: 1 / (1 - step), "Job.lr_schedule raised ZeroDivisionError for step 1: division by zero"),
+    "is no number": (lambda step: "small", "Job.lr_schedule raised ValueError for step 0: could not convert"),
+    "is not finite": (lambda step: math.nan, "Job.lr_schedule is nan for step 0: return a finite factor"),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES_GONE_WRONG)
+def test_a_learning_rate_that_is_no_number_is_named_with_its_step(name: str) -> None:
+    schedule, sentence = SCHEDULES_GONE_WRONG[name]
+    with pytest.raises(LayerFailed, match=sentence):
+        simulate(but(lr_schedule=schedule), stages=2)
+
+
+@pytest.mark.parametrize("limit", ["a lot", -1.0, math.inf])
+def test_a_limit_of_the_norm_that_is_no_number_is_named(limit: Any) -> None:
+    with pytest.raises(JobError, match=r"Job\.clip_norm is .*: use a number above 0"):
+        but(clip_norm=limit)
+
+
 def test_a_loss_without_any_gradient_for_one_micro_batch_is_fine() -> None:
     job = but(loss=sometimes_constant)
     assert simulate(job, stages=3, schedule="zb").state_sha256 == reference(job).state_sha256

@@ -186,6 +186,14 @@ REFUSED: dict[str, tuple[Job, str]] = {
     ),
     "data that raise": (but(data=Broken()), r"Job\.data raised OSError for item \[.*\]: the disk is gone"),
     "an item that is no pair": (but(data=Single()), r"Job\.data gives Tensor after collation: an item must be a pair"),
+    "evaluation data that raise": (
+        but(evaluate=Broken(), evaluate_every=1),
+        r"Job\.evaluate raised OSError for item \[0, 1\]: the disk is gone",
+    ),
+    "an item to evaluate that is no pair": (
+        but(evaluate=Single(), evaluate_every=1),
+        r"Job\.evaluate gives Tensor after collation: an item must be a pair",
+    ),
 }
 
 

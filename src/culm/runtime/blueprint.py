@@ -19,7 +19,7 @@ from culm.errors import CulmError, JobError, LayerFailed
 from culm.plan.profile import LayerCost, Profile
 from culm.runtime import statistics
 from culm.runtime.call import call_layer, handed_on, loss_of
-from culm.runtime.data import Values, mapped, micro_batch
+from culm.runtime.data import Values, evaluation_batch, mapped, micro_batch
 from culm.runtime.state import HeldLayer, build_layer, named_parameter
 
 if TYPE_CHECKING:
@@ -41,9 +41,11 @@ class Blueprint:
 
 
 def probe(job: Job) -> Blueprint:
-    """Look at every layer. Raises JobError, naming the field, for layers, tied names or a loss that do not fit."""
+    """Look at every layer. Raises JobError, naming the field, for layers, data, tied names or a loss that are wrong."""
     device = torch.device("cpu")
     try:
+        if job.evaluate_every:
+            evaluation_batch(job, 0, device)
         inputs, target = micro_batch(job, 0, 0, device)
     except LayerFailed as error:
         raise JobError(str(error)) from error
