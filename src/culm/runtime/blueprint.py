@@ -94,7 +94,7 @@ def _built(job: Job, index: int) -> HeldLayer:
         return HeldLayer(job, index, build_layer(job, index), {})
     except CulmError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise JobError(f"Job.layers[{index}] could not be built: {type(error).__name__}: {error}") from error
 
 

@@ -52,11 +52,11 @@ def _collated(job: Job, field: str, indices: Any, device: torch.device) -> tuple
     data: Dataset = getattr(job, field)
     try:
         items = [data[index] for index in indices]
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise LayerFailed(f"Job.{field} raised {type(error).__name__} for item {list(indices)}: {error}") from error
     try:
         batch = (job.collate or default_collate)(items)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise LayerFailed(f"the collation raised {type(error).__name__}: {error}") from error
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         kind = type(batch).__name__
