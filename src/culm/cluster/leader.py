@@ -106,6 +106,8 @@ class Leader:
             raise NodeLost("the node that led vanished before the first step: start the run again")
         tenure.folder.open()
         tenure.event("run_started", nodes=setup.nodes, why=setup.why, steps=setup.steps)
+        if setup.survives:
+            tenure.minutes.give("record", tenure.record())  # so that its time goes on, whoever leads next
         if setup.start >= setup.steps:
             tenure.finish = setup.start
 
