@@ -106,6 +106,8 @@ class Leader:
         tenure, setup = self.tenure, self.tenure.setup
         tenure.folder.open()
         tenure.event("run_started", nodes=setup.nodes, why=setup.why, steps=setup.steps)
+        if setup.survives:
+            tenure.minutes.give("record", tenure.record())  # so that its time goes on, whoever leads next
         if self._before is not None:
             await self.comings.lose([self._before])
         if setup.start >= setup.steps:

@@ -154,13 +154,13 @@ class Tenure:
 
     async def write_record(self) -> None:
         """So that whoever leads next knows it too, however long it takes."""
-        self.minutes.give("record", self._record())
+        self.minutes.give("record", self.record())
         await self.minutes.written()
 
     async def minute(self, metrics: dict[str, Any]) -> bytes:
         """Write down a commit. Where a store is waited for in vain: what everyone has to keep in its place, so that
         whoever leads next hears of it from them."""
-        record, lags = self._record(), self._away and self.minutes.behind
+        record, lags = self.record(), self._away and self.minutes.behind
         if self.setup.survives:
             self.minutes.give("record", record)
         self.minutes.give("step", msgspec.msgpack.encode(metrics), each=True)
@@ -174,7 +174,8 @@ class Tenure:
             self.event("store_back") if there else self.event("store_away", why=why)
         return b"" if there else record
 
-    def _record(self) -> bytes:
+    def record(self) -> bytes:
+        """What the run has come to, for whoever leads next."""
         ledger = self.ledger
         found = Record(
             began=self.began,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from culm.cluster.members import take_numbers
 from culm.errors import RunError
+from culm.observe.folder import saved
 from culm.providers.base import REJOIN
 
 if TYPE_CHECKING:
@@ -59,4 +60,11 @@ class Nodes:
             elif not self._run.joined(node) and node < self._run.setup.nodes:
                 self._run.fail(f"node {node} ended with status {status} before it had joined")
             if not self.there and self._run.alone:
-                self._run.fail("all nodes have ended before the run")
+                self._run.fail(f"all nodes have ended before the run: {_what_is_left(self._run.setup.out)}")
+
+
+def _what_is_left(out: str | None) -> str:
+    steps = saved(out) if out is not None else []
+    if steps:
+        return f"{steps[-1]} steps are saved, continue with --resume {out}"
+    return "nothing of it was saved; --checkpoint-every N with --out saves every N steps"
