@@ -147,7 +147,8 @@ class Tenure:
         ledger.last, ledger.evaluations = record.last, dict(record.evaluations)
         self.saves.complete = list(record.checkpoints)
         self.roll.gone |= set(record.gone)
-        self.toll.recoveries, self.toll.at_risk_s = list(record.recoveries), record.at_risk_s
+        self.toll.inherit(record.recoveries, record.owed)
+        self.toll.at_risk_s = record.at_risk_s
         self.vigil.slowest_s = max(self.vigil.slowest_s, record.slowest_s)
         self.finish = record.finish if record.next_step < self.setup.steps else record.next_step
 
@@ -193,6 +194,7 @@ class Tenure:
             gone=tuple(sorted(self.roll.gone)),
             recoveries=tuple(self.toll.recoveries),
             at_risk_s=self.toll.at_risk_s,
+            owed=tuple(sorted(self.toll.owed)),
             finish=self.finish,
             slowest_s=self.vigil.slowest_s,
         )
