@@ -42,3 +42,20 @@ def test_what_goes_wrong_where_a_worker_has_stopped_waiting_for_its_layers_is_no
 
     asyncio.run(main())
     assert not shouted
+
+
+def test_a_build_that_ends_with_its_loop_is_not_shouted_about() -> None:
+    shouted: list[dict[str, Any]] = []
+
+    class Nowhere(RealClock):
+        async def aside(self, *_: Any, **__: Any) -> Any:
+            await asyncio.Event().wait()
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: shouted.append(context))
+        asyncio.ensure_future(built(Nowhere(), job(), [(0, 4)], 1, 0, torch.device("cpu"), 0))  # noqa: RUF006
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+    asyncio.run(main())
+    assert not shouted
