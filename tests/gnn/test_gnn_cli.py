@@ -66,7 +66,10 @@ def test_the_table_says_accuracy_cost_and_that_everything_counted_once(capsys: p
         (["--graph", SMALL, "--workers", "0"], "--workers 0: give a number of at least 1"),
         (["--graph", SMALL, "--servers", "61"], "--servers 61 for 60 vertices"),
         (["--graph", SMALL, "--servers", "0"], "--servers is 0: give at least 1"),
-        (["--graph", SMALL, "--heads", "3", "--model", "gat"], "--hidden 64 is no multiple of --heads 3"),
+        (
+            ["--graph", SMALL, "--heads", "3", "--model", "gat", "--hidden", "64"],
+            "--hidden 64 is no multiple of --heads 3",
+        ),
         (["--graph", SMALL, "--launcher", "post"], "no launcher 'post'"),
         (["--graph", SMALL, "--instance", "z9.tiny"], "'z9.tiny'"),
         (["--graph", SMALL, "--kill", "cat"], "--kill 'cat'"),

@@ -18,7 +18,7 @@ from culm.gnn.arena import Arena, mapped
 from culm.gnn.board import Pass, Task, passes
 from culm.gnn.lead import newest_common
 from culm.gnn.ledger import Evaluation, exhausted
-from culm.gnn.model import Model, initial_weights, model_of, state_dict
+from culm.gnn.model import Model, initial_weights, model_of, multiple, state_dict
 from culm.gnn.recoveries import Recoveries
 from culm.gnn.seats import Seats
 from culm.gnn.shelf import Adam, Shelf
@@ -165,7 +165,11 @@ def test_kills_are_read_and_chaos_is_a_function_of_its_seed() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["server=2 epoch=1", "server=0 epoch=10", "server epoch=1", "cat epoch=1", "worker at=1"]
+    "text",
+    [
+        *("server=2 epoch=1", "server=0 epoch=10", "server epoch=1", "cat epoch=1", "worker at=1", "worker=2 epoch=1"),
+        *("chaos", "chaos workers=0", "chaos epoch=3", "worker workers=2", "parameter=1 epoch=1", ""),
+    ],
 )
 def test_a_kill_that_makes_no_sense_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="--kill"):
@@ -267,3 +271,8 @@ def test_a_sign_without_a_loss_is_no_recovery() -> None:
     made.decided(2.0, version=0, reached=0)
     made.moved(3.0)
     assert made.rows(4.0) == []
+
+
+@pytest.mark.parametrize(("heads", "width"), [(1, 64), (3, 66), (8, 64), (0, 64)])
+def test_a_width_that_nobody_gave_suits_any_number_of_heads(heads: int, width: int) -> None:
+    assert multiple(64, heads) == width

@@ -14,7 +14,7 @@ from culm.gnn.launch import launcher as launchers
 from culm.gnn.launch.base import Launcher
 from culm.gnn.ledger import Evaluation
 from culm.gnn.meeting import access_of
-from culm.gnn.model import Model, model_of, state_dict
+from culm.gnn.model import Model, model_of, multiple, state_dict
 from culm.gnn.program import Place
 from culm.gnn.readers import as_graph
 from culm.gnn.request import Request, mode_of
@@ -134,13 +134,14 @@ def train(
     if normalize if normalize is not None else (isinstance(graph, (str, Path)) and not pyg):
         found = found.normalised()
     default_hidden, default_heads = _KIND_DEFAULTS.get(model if isinstance(model, str) else "", (16, 1))
+    heads = default_heads if heads is None else heads
     shape = model_of(
         model,
         width=found.width,
         classes=found.classes,
         layers=layers,
-        hidden=default_hidden if hidden is None else hidden,
-        heads=default_heads if heads is None else heads,
+        hidden=multiple(default_hidden, heads) if hidden is None else hidden,
+        heads=heads,
         dropout=dropout,
         input_dropout=input_dropout,
         attention_dropout=attention_dropout,

@@ -77,6 +77,7 @@ class Leader:
         self._saved: dict[str, dict[int, str]] = {}
         self._losses_in_a_row = 0
         self._beside: set[asyncio.Task[None]] = set()
+        self._failed: BaseException | None = None
         self._looked_at = float("-inf")
         self._held: Callable[[int], bool] = lambda _: False
         self._open: Evaluation | None = None
@@ -89,6 +90,8 @@ class Leader:
         heeding, over = asyncio.create_task(self._heed_all()), asyncio.create_task(self._over.wait())
         try:
             await asyncio.wait([heeding, over], return_when=asyncio.FIRST_COMPLETED)
+            if self._failed is not None:
+                raise self._failed
             if heeding.done():
                 heeding.result()  # raises what went wrong
         finally:
@@ -157,7 +160,15 @@ class Leader:
     def _keep(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
         self._beside.add(task)
-        task.add_done_callback(self._beside.discard)
+        task.add_done_callback(self._ended_beside)
+
+    def _ended_beside(self, task: asyncio.Task[None]) -> None:
+        """What goes wrong beside the leader ends the run, too."""
+        self._beside.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._failed = error
+            self._over.set()
 
     def _suspect(self, why: str) -> None:
         """A connection broke. Mostly a server is gone, which is known in a moment; if not, start over all the same."""

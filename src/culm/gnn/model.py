@@ -83,6 +83,11 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
 
+def multiple(width: int, heads: int) -> int:
+    """The width, or as little more as it takes for every head to have the same."""
+    return -(-width // max(heads, 1)) * max(heads, 1)
+
+
 def model_of(
     given: Any,
     *,

@@ -103,8 +103,9 @@ class _Run:
     async def _together(self, setup: Setup, intervals: int, meeting: Meeting) -> Outcome:
         wanted = self._wanted
         desk = Desk(
-            self._run, self._token, self._workers, wanted.first_workers, seconds=wanted.worker_seconds, told=self._event
-        )
+            self._run, self._token, self._workers, wanted.first_workers,
+            seconds=wanted.worker_seconds, told=self._event, host=wanted.host,
+        )  # fmt: skip
         leader = Leader(
             setup, meeting, desk, self._servers,
             patience=wanted.patience, latency_s=wanted.latency_s,
@@ -161,7 +162,7 @@ class _Run:
         kills = [
             k
             for text in wanted.kills
-            for k in faults.parse(text, wanted.servers, wanted.parameter_servers, wanted.epochs, wanted.seed)
+            for k in faults.parse(text, wanted.servers, wanted.parameter_seats, wanted.epochs, wanted.seed)
         ]
         await faults.inject(kills, leader, desk, self._event, wanted.seed)
 
@@ -187,7 +188,7 @@ class _Run:
             evaluate_every=wanted.evaluate_every,
             checkpoint_every=wanted.checkpoint_every,
             servers=wanted.servers,
-            parameter_servers=min(wanted.parameter_servers, wanted.model.layers),
+            parameter_servers=wanted.parameter_seats,
             total=wanted.graph.train_vertices,
             parts=str(parts),
             checkpoints=checkpoints,
