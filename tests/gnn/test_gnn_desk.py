@@ -86,8 +86,9 @@ def test_a_worker_that_goes_when_it_is_sent_home_is_not_lost(monkeypatch: pytest
     async def sent_home() -> int:
         found, gone = Desk("r1", "token", Slow(Clock(), 0.0), 1, seconds=60, told=lambda **_: None), asyncio.Event()
 
-        async def goes_first(_: Link) -> None:
+        async def goes_first(link: Link) -> None:
             """The worker has hung up, and the desk knows, before the desk does."""
+            del link
             await gone.wait()
             for _ in range(5):
                 await asyncio.sleep(0)

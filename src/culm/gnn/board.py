@@ -120,7 +120,7 @@ class Board:
     def ready(self, place: Place) -> Iterator[Task]:
         """All tasks that may start there now, oldest first: those to be run again before all others."""
         yield from sorted(t for t in self._again if self.step(t).place == place)
-        for interval in sorted(range(len(self._intervals)), key=lambda i: (*self._position(i), i)):
+        for interval in sorted(range(len(self._intervals)), key=self._turn):
             task = self._task(interval)
             if task is None or task in self._running or task in self._again:
                 continue
@@ -327,6 +327,13 @@ class Board:
     def _launch_again(self, tasks: Sequence[Task]) -> None:
         self._again.update(tasks)
         self.relaunches += len(tasks)
+
+    def _turn(self, interval: int) -> tuple[int, int, int]:
+        """The oldest pass first. Within it whoever is furthest behind, so that rows are fresh when they are gathered;
+        but where intervals may be in different passes, whoever is furthest ahead: all of them at the same step would
+        all wait for far workers at the same time."""
+        number, at = self._position(interval)
+        return number, -at if self._staleness else at, interval
 
     def _position(self, interval: int) -> tuple[int, int]:
         mine = self._intervals[interval]
