@@ -135,6 +135,7 @@ def shape_of(module: Any) -> Model:
         raise UsageError(
             f"model is a {type(module).__name__}: give 'gcn', 'gat', a culm.gnn.Model, or a GCN or GAT of PyG"
         )
+    _check_plain(module)
     heads = [int(getattr(conv, "heads", 1)) for conv in convs]
     widths = [int(convs[0].in_channels), *(int(c.out_channels) * h for c, h in zip(convs, heads, strict=True))]
     widths[-1] = int(convs[-1].out_channels)
@@ -146,6 +147,22 @@ def shape_of(module: Any) -> Model:
         input_dropout=0.0,
         attention_dropout=float(getattr(convs[0], "dropout", 0.0)),
     )
+
+
+_PLAIN = {"improved": False, "add_self_loops": True, "normalize": True, "negative_slope": 0.2, "residual": False}
+"""Options of PyG's convolutions, as they are computed here."""
+
+
+def _check_plain(module: Any) -> None:
+    """Refuse what PyG can do and this does not, instead of training something else."""
+    odd: list[tuple[str, object, object]] = [("act", type(module.act).__name__, "ReLU")]
+    odd += [("norm", getattr(module, "norm", None), None), ("jk", getattr(module, "jk_mode", None), None)]
+    for conv in module.convs:
+        odd += [(name, getattr(conv, name, plain), plain) for name, plain in _PLAIN.items()]
+        odd += [("edge_dim", getattr(conv, "edge_dim", None), None), ("bias", conv.bias is not None, True)]
+    for name, found, plain in odd:
+        if found != plain:
+            raise UsageError(f"model has {name}={found}: only {name}={plain} can be trained here")
 
 
 def initial_weights(model: Model, seed: int, given: Mapping[str, Tensor] | None) -> dict[int, Weights]:

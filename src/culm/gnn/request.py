@@ -12,6 +12,7 @@ from culm.cluster.timeouts import derive
 from culm.errors import UsageError
 from culm.gnn import faults, prepare
 from culm.gnn.board import MODES, Mode
+from culm.gnn.graph import VAL
 from culm.gnn.model import initial_weights
 from culm.gnn.price import prices_of
 from culm.observe.folder import vacant
@@ -72,6 +73,8 @@ class Request:
                 raise UsageError(f"--{name.replace('_', '-')} is {given:g}: give a number of at least 0")
         if self.staleness and self.mode != "async":
             raise UsageError(f"--staleness {self.staleness} with --mode {self.mode}: only async reads stale rows")
+        if self.patience and not (self.graph.roles == VAL).any():
+            raise UsageError(f"--patience {self.patience} without a vertex to validate on: name some, or give 0")
         if self.servers > self.graph.vertices:
             raise UsageError(
                 f"--servers {self.servers} for {self.graph.vertices} vertices: a server needs at least one, use fewer"
