@@ -47,6 +47,8 @@ class Findings:
     generations: int = 0
     stopped: str = ""
     recoveries: Recoveries = field(default_factory=Recoveries)
+    checkpoints: list[int] = field(default_factory=list)
+    """Versions that every parameter server has saved, one after the other."""
 
 
 class Leader:
@@ -119,7 +121,7 @@ class Leader:
         if kind == "seats":
             await self._seat(rest, value)
         elif kind == "saved" and value is not None:
-            self._saved[rest] = unpack(value, dict[int, str])
+            self._save(rest, unpack(value, dict[int, str]))
         elif kind == "members" and value is not None:
             await self._member(rest, unpack(value, Member))
         elif kind == "broken" and rest == str(self._generation.number) and value is not None:
@@ -196,6 +198,12 @@ class Leader:
         self._told(kind="generation", number=number, version=version, why=why)
         await self._store.put("generation", pack(self._generation))
         self.found.recoveries.decided(time.monotonic(), version, self.found.ledger.reached)
+
+    def _save(self, seat: str, versions: dict[int, str]) -> None:
+        self._saved[seat] = versions
+        version = newest_common([self._saved.get(seat, {}) for seat in self._setup.parameter_seats])
+        if version and version not in self.found.checkpoints:
+            self.found.checkpoints.append(version)
 
     def _start(self, version: int) -> int:
         """The first pass that is not covered by a version: an evaluation of it, if that was due, is done again."""
