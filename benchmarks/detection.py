@@ -16,7 +16,6 @@ import os
 import random
 import sys
 import tempfile
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median, quantiles
@@ -27,6 +26,7 @@ from culm.api import pickled
 from culm.cluster.record import decode_record
 from culm.cluster.setup import Request
 from culm.providers.local import LocalNursery, LocalRun, local_run
+from culm.runtime.clock import real_now
 
 PIPELINES, STAGES = 4, 2
 UNIT_S = 0.002
@@ -54,7 +54,7 @@ async def _struck(nursery: LocalNursery, kills: int, out: str, seed: int) -> lis
             await _full(run)
             began = decode_record(await run.store.get("record") or b"").began
             node = draw.choice(sorted(there))
-            blows.append((node, time.monotonic() - began))
+            blows.append((node, real_now() - began))
             run.nodes.stop(node)
             there.remove(node)
             while node not in run.lost:

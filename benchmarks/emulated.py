@@ -84,3 +84,7 @@ class Emulated:
             exact=self.exact,
             device="cpu",
         )
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        return tuple(range(1, self.stages))

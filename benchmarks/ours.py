@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from benchmarks import pinned
 from benchmarks.peer import stages_per_worker, workers_of
 from culm.api import pickled
 from culm.cluster.prepare import Request
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
     from benchmarks.job import Cut, Spec
 
 ENDLESS = 1_000_000_000
+T = TypeVar("T")
 
 
 class CulmPipeline:
@@ -38,6 +42,9 @@ class CulmPipeline:
         kills: tuple[str, ...] = (),
     ) -> None:
         self._loop = asyncio.new_event_loop()
+        # In a thread, since the launcher has to renew its lease while the other side has its turn.
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
         self._stack = AsyncExitStack()
         self._done = 0
         self.steps = 0
@@ -46,7 +53,8 @@ class CulmPipeline:
         """Of the run, once closed."""
         self.ended_at: list[float] = []
         """Seconds into the run, for each step that has ended."""
-        self._group = nursery.pid
+        self.nursery = nursery
+        self._pinned = False
         self.cpu_s = 0.0
         """CPU seconds of all nodes in the last round, agents included."""
         request = Request(
@@ -60,14 +68,20 @@ class CulmPipeline:
             kills=kills,
         )
         opened = local_run(nursery, pickled(job_of(spec, exact=exact)), request)
-        self._run: LocalRun = self._loop.run_until_complete(self._stack.enter_async_context(opened))
+        self._run: LocalRun = self._wait(self._stack.enter_async_context(opened))
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def round(self, steps: int) -> float:
         """Seconds from the word go to the moment when every node has finished that many steps."""
-        before, start = cpu_seconds(self._group), time.perf_counter()
-        self._loop.run_until_complete(self._advance(steps))
+        before, start = cpu_seconds(self.nursery.pid), time.perf_counter()
+        self._wait(self._advance(steps))
         seconds = time.perf_counter() - start
-        self.cpu_s = cpu_seconds(self._group) - before
+        self.cpu_s = cpu_seconds(self.nursery.pid) - before
+        if not self._pinned:  # the first round sets things up: by its end every worker is there
+            pinned.pin(pinned.workers(self.nursery.pid))
+            self._pinned = True
         return seconds
 
     async def _advance(self, steps: int) -> None:
@@ -80,29 +94,53 @@ class CulmPipeline:
                 raise RunError(f"culm's side of the bench ended early: {result.message}")
             self.ended_at.append(metrics["t"])
 
+    @property
+    def closed(self) -> bool:
+        return self._loop.is_closed()
+
     def close(self) -> None:
         """End the nodes; the nursery stays."""
-        if not self._loop.is_closed():
-            self._run.finish(self._done)
-            result = self._loop.run_until_complete(self._run.result())
-            self.summary = dict(result.summary or {})
+        if not self.closed:
+            self.summary = self._wait(self._end())
             self.steps = int(self.summary.get("steps", 0))
-            self._loop.run_until_complete(self._stack.aclose())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
             self._loop.close()
+
+    async def _end(self) -> dict[str, Any]:
+        self._run.finish(self._done)
+        result = await self._run.result()
+        await self._stack.aclose()
+        return dict(result.summary or {})
 
 
 class CulmPool:
-    """Makes CulmPipelines out of one nursery."""
+    """Makes CulmPipelines, each out of a nursery that no open one uses."""
 
     def __init__(self) -> None:
         self.nursery = LocalNursery()
+        """For runs that the caller starts, while no pipeline is open."""
+        self._nurseries = [self.nursery]
+        self._open: list[CulmPipeline] = []
 
     def __call__(self, spec: Spec, cut: Cut, schedule: str, **more: Any) -> CulmPipeline:
         """`more` are the keywords of CulmPipeline."""
-        return CulmPipeline(spec, cut, schedule, nursery=self.nursery, **more)
+        self._open = [one for one in self._open if not one.closed]
+        made = CulmPipeline(spec, cut, schedule, nursery=self._free(), **more)
+        self._open.append(made)
+        return made
+
+    def _free(self) -> LocalNursery:
+        taken = [one.nursery for one in self._open]
+        for nursery in self._nurseries:
+            if nursery not in taken:
+                return nursery
+        self._nurseries.append(LocalNursery())
+        return self._nurseries[-1]
 
     def close(self) -> None:
-        self.nursery.close()
+        for nursery in self._nurseries:
+            nursery.close()
 
     def __enter__(self) -> Self:
         return self

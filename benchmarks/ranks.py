@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from benchmarks.pinned import pin
 from culm.errors import PlanError, RunError, UsageError
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class Ranks:
             for rank in range(workers):
                 self._start().send((rank, workers, self._store.port))
             self._gather("start")
+            pin(self.pids)
         except BaseException:
             self.close()
             raise

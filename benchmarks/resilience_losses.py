@@ -1,8 +1,8 @@
-"""What is left of a run's speed under losses: every strategy under the same ones, with emulated compute.
+"""What is left of a run's speed under losses: every strategy under the same ones, with emulated compute or real one.
 
 Losses come by the clock, one every so many undisturbed steps, at seeded nodes and moments; each node is back after a
 while, as a new one. All strategies get the same losses, for as long as their run takes. Nodes are real processes and
-are struck by SIGKILL; only the layers sleep instead of computing.
+are struck by SIGKILL; where compute is emulated only the layers sleep.
 """
 
 from __future__ import annotations
@@ -10,14 +10,17 @@ from __future__ import annotations
 import asyncio
 import random
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from functools import partial
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypedDict
 
+from benchmarks.computed import Computed
 from benchmarks.emulated import Emulated
+from benchmarks.lanes import Lanes
 from culm.api import pickled
 from culm.cluster.setup import Request
 from culm.errors import NodeLost
@@ -38,8 +41,8 @@ class Scene:
     stages: int
     each: int
     """Micro-batches of a pipeline."""
-    unit_s: float
-    """Seconds of F, of I and of W in one stage for one micro-batch."""
+    unit_s: float | None
+    """Emulated compute: seconds of F, of I and of W in one stage for one micro-batch. None: a GPT is computed."""
     steps: int
     loss_every: float = 10.0
     back_after: float = 5.0
@@ -51,9 +54,22 @@ class Scene:
         return self.pipelines * self.stages
 
     @property
-    def job(self) -> Emulated:
+    def work(self) -> Emulated | Computed:
         batch = self.pipelines * self.each
+        if self.unit_s is None:
+            return Computed(stages=self.stages, micro_batches=batch, steps=self.steps)
         return Emulated(stages=self.stages, micro_batches=batch, unit_s=self.unit_s, steps=self.steps)
+
+    def request(self, strategy: str, **options: Any) -> Request:
+        """`options` are those of the request."""
+        return Request(
+            pipelines=self.pipelines,
+            stages=self.stages,
+            schedule=self.schedule,
+            strategy=strategy,
+            cuts=self.work.cuts,
+            **options,
+        )
 
     def losses(self, step_s: float, *, notice_s: float = 0.0) -> Rental:
         """The first falls in the middle of an interval. More of them than any run here lives to see."""
@@ -87,7 +103,7 @@ class Ran:
 
 def undisturbed(scene: Scene, nursery: LocalNursery) -> Ran:
     """The run that nothing befalls, under `none`: what all others are measured against."""
-    return _ran(nursery, scene, _request(scene, "none", {}), None)
+    return _ran(nursery, scene, scene.request("none"), None)
 
 
 def under_losses(scene: Scene, nursery: LocalNursery, strategy: str, step_s: float, **options: Any) -> Ran:
@@ -96,14 +112,8 @@ def under_losses(scene: Scene, nursery: LocalNursery, strategy: str, step_s: flo
     notice_s = options.pop("notice_s", 0.0)
     with tempfile.TemporaryDirectory(prefix="culm-bench-") as folder:
         options.setdefault("out", str(Path(folder) / "run"))
-        request = _request(scene, strategy, options)
+        request = scene.request(strategy, **options)
         return _ran(nursery, scene, request, scene.losses(step_s, notice_s=notice_s))
-
-
-def _request(scene: Scene, strategy: str, options: Mapping[str, Any]) -> Request:
-    return Request(
-        pipelines=scene.pipelines, stages=scene.stages, schedule=scene.schedule, strategy=strategy, **options
-    )
 
 
 def _ran(nursery: LocalNursery, scene: Scene, request: Request, losses: Rental | None) -> Ran:
@@ -112,7 +122,7 @@ def _ran(nursery: LocalNursery, scene: Scene, request: Request, losses: Rental |
 
 async def _run(nursery: LocalNursery, scene: Scene, request: Request, losses: Rental | None) -> Ran:
     marks: list[tuple[int, float]] = []
-    async with local_run(nursery, pickled(scene.job.job()), request) as run:
+    async with local_run(nursery, pickled(scene.work.job()), request) as run:
         striking = asyncio.create_task(replay(losses, run, RealClock())) if losses is not None else None
         try:
             while (metrics := await run.step()) is not None:
@@ -140,30 +150,56 @@ class Tuned:
     """Whether a restart waits for a node in place of the lost one, instead of going on with fewer pipelines."""
 
 
-def tuned(
-    scene: Scene, nursery: LocalNursery, step_s: float, *, every: tuple[int, ...], waits: tuple[bool, ...]
-) -> Tuned:
-    """Each combination once, the best of them kept: luck is on the side of the baseline."""
-    tried = [Tuned(_checkpointed(scene, nursery, step_s, n, wait), n, wait) for n in every for wait in waits]
+def tries(
+    scene: Scene, step_s: float, *, every: tuple[int, ...], waits: tuple[bool, ...]
+) -> list[Callable[[LocalNursery], Tuned]]:
+    """The baseline with each combination."""
+    return [partial(_checkpointed, scene, step_s, n, wait) for n, wait in product(every, waits)]
+
+
+def best(tried: Sequence[Tuned]) -> Tuned:
+    """Each was tried once, and the best is kept: luck is on the side of the baseline."""
     return max(tried, key=lambda one: one.ran.goodput)
 
 
-def _checkpointed(scene: Scene, nursery: LocalNursery, step_s: float, every: int, wait: bool) -> Ran:
+def _checkpointed(scene: Scene, step_s: float, every: int, wait: bool, nursery: LocalNursery) -> Tuned:
     patience = 2 * scene.back_after * step_s if wait else 0.0
-    return under_losses(scene, nursery, "checkpoint", step_s, checkpoint_every=every, replace_within=patience)
+    options = {"checkpoint_every": every, "replace_within": patience}
+    return Tuned(under_losses(scene, nursery, "checkpoint", step_s, **options), every, wait)
 
 
-def cell(scene: Scene, nursery: LocalNursery, unit_s: float, loss_every: float, *, every: tuple[int, ...]) -> Any:
-    """One cell of the grid: re-routing beside the tuned baseline, for steps of a length and losses of a frequency."""
-    scene = replace(scene, unit_s=unit_s, loss_every=loss_every, steps=round(2 * loss_every))
-    calm = undisturbed(replace(scene, steps=12), nursery)
-    ours = under_losses(scene, nursery, "reroute", calm.step_s)
-    theirs = tuned(scene, nursery, calm.step_s, every=every, waits=(True,))
-    return {
-        "step_s": calm.step_s,
-        "loss_every_steps": loss_every,
-        "reroute": ours.goodput / calm.goodput,
-        "checkpoint": theirs.ran.goodput / calm.goodput,
-        "ratio": ours.goodput / theirs.ran.goodput,
-        "checkpoint_every": theirs.every,
-    }
+def grid(scene: Scene, lanes: Lanes, cells: Sequence[tuple[float, float]], *, every: tuple[int, ...]) -> list[Cell]:
+    """Re-routing beside the tuned baseline, for steps of a length and losses of a frequency."""
+    scenes = [replace(scene, unit_s=unit_s, loss_every=n, steps=round(2 * n)) for unit_s, n in cells]
+    calm = lanes.map([partial(undisturbed, replace(one, steps=12)) for one in scenes])
+    ours = lanes.map([partial(_rerouted, one, c.step_s) for one, c in zip(scenes, calm, strict=True)])
+    baseline = [tries(one, c.step_s, every=every, waits=(True,)) for one, c in zip(scenes, calm, strict=True)]
+    tried = lanes.map([one for several in baseline for one in several])
+    theirs = [best(tried[i * len(every) : (i + 1) * len(every)]) for i in range(len(scenes))]
+    return [_cell(*each) for each in zip(scenes, calm, ours, theirs, strict=True)]
+
+
+def _rerouted(scene: Scene, step_s: float, nursery: LocalNursery) -> Ran:
+    return under_losses(scene, nursery, "reroute", step_s)
+
+
+def _cell(scene: Scene, calm: Ran, ours: Ran, theirs: Tuned) -> Cell:
+    return Cell(
+        step_s=calm.step_s,
+        loss_every_steps=scene.loss_every,
+        reroute=ours.goodput / calm.goodput,
+        checkpoint=theirs.ran.goodput / calm.goodput,
+        ratio=ours.goodput / theirs.ran.goodput,
+        checkpoint_every=theirs.every,
+    )
+
+
+class Cell(TypedDict):
+    """One cell of the grid; goodput in shares of the undisturbed run."""
+
+    step_s: float
+    loss_every_steps: float
+    reroute: float
+    checkpoint: float
+    ratio: float
+    checkpoint_every: int

@@ -5,7 +5,7 @@ alternating rounds. This is real compute.
 from __future__ import annotations
 
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, Protocol, TypedDict
 
@@ -94,10 +94,11 @@ def _started(
     culm: Factory, effort: Effort, strategy: str, pipelines: int, stages: int, *, none_first: bool
 ) -> tuple[Comparison, tuple[Watched, Watched]]:
     """One start of both sides. Which comes first decides on which cores it lands, so they take turns in that, too."""
-    cut = even_cut(effort.spec.blocks + 2, stages)
+    spec = replace(effort.spec, micro_batches=pipelines * effort.spec.micro_batches)
+    cut = even_cut(spec.blocks + 2, stages)
     with ExitStack() as stack:
         sides = {
-            name: stack.enter_context(closing(culm(effort.spec, cut, SCHEDULE, strategy=name, pipelines=pipelines)))
+            name: stack.enter_context(closing(culm(spec, cut, SCHEDULE, strategy=name, pipelines=pipelines)))
             for name in (("none", strategy) if none_first else (strategy, "none"))
         }
         none, ours = sides["none"], sides[strategy]

@@ -1,5 +1,6 @@
 """How long a loss holds real nodes up, beside the least that it could: SIGKILL at seeded actions of a step, one run
-each, with emulated compute. The bound is that of `benchmarks.pause`, for the same shape, strategy and moment.
+each, with emulated compute or real one. The bound is that of `benchmarks.pause`, for the same shape, strategy and
+moment.
 """
 
 from __future__ import annotations
@@ -8,13 +9,14 @@ import asyncio
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
 from benchmarks import pause as simulated
-from benchmarks.emulated import Emulated
+from benchmarks.lanes import Lanes
+from benchmarks.resilience_losses import Scene
 from culm.api import pickled
-from culm.cluster.setup import Request
 from culm.providers.local import LocalNursery, local_run
 
 STRATEGIES = ("reroute", "shadow", "shadow-lazy")
@@ -42,18 +44,18 @@ class Held:
         return self.pause_s <= (self.bound_steps + 0.1) * self.step_s + 0.5
 
 
-def held(nursery: LocalNursery, strategy: str, *, kills: int, unit_s: float, seed: int = 0) -> list[Held]:
-    """That many losses, each at a moment of its own."""
+def held(lanes: Lanes, strategy: str, *, kills: int, unit_s: float | None, seed: int = 0) -> list[Held]:
+    """That many losses, each at a moment of its own. `unit_s` is None where compute is real."""
     setup, job = simulated.prepared(strategy, "1f1b", PIPELINES, EACH)
     moments = random.Random(seed).choices(simulated.moments(setup), k=kills)
     distinct = sorted(set(moments))
     bounds = {(one.node, one.at): one.bound for one in simulated.pauses(setup, job, distinct)}
-    calm, _ = _ran(nursery, strategy, unit_s)
-    found = []
-    for node, at in moments:
-        ended, summary = _ran(nursery, strategy, unit_s, f"node={node} step={HIT} at={at}")
-        found.append(late(ended, calm, summary["recoveries"][0]["step"], bounds[node, at]))
-    return found
+    blows = [(), *((f"node={node} step={HIT} at={at}",) for node, at in moments)]
+    (calm, _), *struck = lanes.map([partial(_ran, strategy, unit_s, blow) for blow in blows])
+    return [
+        late(ended, calm, summary["recoveries"][0]["step"], bounds[moment])
+        for moment, (ended, summary) in zip(moments, struck, strict=True)
+    ]
 
 
 def late(ended: Sequence[float], calm: Sequence[float], last: int, bound: float) -> Held:
@@ -67,16 +69,19 @@ def late(ended: Sequence[float], calm: Sequence[float], last: int, bound: float)
     return Held(ended[last] - expected, pace * (calm[-1] - calm[0]) / (len(calm) - 1), bound)
 
 
-def _ran(nursery: LocalNursery, strategy: str, unit_s: float, *kills: str) -> tuple[list[float], dict[str, Any]]:
+def _ran(
+    strategy: str, unit_s: float | None, kills: tuple[str, ...], nursery: LocalNursery
+) -> tuple[list[float], dict[str, Any]]:
     return asyncio.run(asyncio.wait_for(_run(nursery, strategy, unit_s, kills), PATIENCE_S))
 
 
 async def _run(
-    nursery: LocalNursery, strategy: str, unit_s: float, kills: tuple[str, ...]
+    nursery: LocalNursery, strategy: str, unit_s: float | None, kills: tuple[str, ...]
 ) -> tuple[list[float], dict[str, Any]]:
     """When each step was committed, and the summary."""
-    job = Emulated(stages=simulated.STAGES, micro_batches=PIPELINES * EACH, unit_s=unit_s, steps=STEPS).job()
-    request = Request(pipelines=PIPELINES, stages=simulated.STAGES, strategy=strategy, kills=kills)
+    scene = Scene(pipelines=PIPELINES, stages=simulated.STAGES, each=EACH, unit_s=unit_s, steps=STEPS)
+    request = scene.request(strategy, kills=kills)
+    job = scene.work.job()
     ended: list[float] = []
     async with local_run(nursery, pickled(job), request) as run:
         while (metrics := await run.step()) is not None:

@@ -118,7 +118,9 @@ def check(job: Job) -> None:
     _one_of("nonfinite", job.nonfinite, get_args(NonFinite))
     if job.device.partition(":")[0] not in ("auto", "cpu", "cuda"):
         raise JobError(f"Job.device is {job.device!r}: use auto, cpu or cuda")
-    if job.clip_norm is not None and not (math.isfinite(job.clip_norm) and job.clip_norm > 0):
+    if job.clip_norm is not None and not (
+        isinstance(job.clip_norm, int | float) and math.isfinite(job.clip_norm) and job.clip_norm > 0
+    ):
         raise JobError(f"Job.clip_norm is {job.clip_norm!r}: use a number above 0, or None for no clipping")
     _tied(job.tied, len(job.layers))
     if job.init is not None and not Path(job.init).is_file():

@@ -10,6 +10,7 @@ import pytest
 import torch
 from benchmarks.detection import detected, spread, took
 from benchmarks.emulated import Emulated, Nap
+from benchmarks.lanes import Lanes
 from benchmarks.resilience import ORDER, QUICK, STRATEGIES, Cost, Result, table
 from benchmarks.resilience_losses import Scene, under_losses, undisturbed
 from benchmarks.resilience_overhead import STRATEGIES as MEASURED
@@ -177,6 +178,8 @@ def test_the_table_has_a_line_for_each_strategy() -> None:
         checkpoint={},
         grid=[],
         bamboo={"ratio": 3.8},
+        real=None,
+        lanes=2,
         kills={},
         cores=2,
         workers=16,
@@ -225,6 +228,7 @@ def test_a_checkpoint_on_slow_storage_is_gone_back_to(nursery: LocalNursery, tmp
 @pytest.mark.real
 def test_a_struck_node_is_detected_and_its_pause_has_a_bound(nursery: LocalNursery) -> None:
     assert all(ms > 0 for ms in detected(nursery, 2))
-    (held,) = resilience_pause.held(nursery, "reroute", kills=1, unit_s=0.004)
+    with Lanes(nursery, 1) as lanes:
+        (held,) = resilience_pause.held(lanes, "reroute", kills=1, unit_s=0.004)
     assert held.step_s > 0
     assert held.bound_steps >= 0

@@ -10,7 +10,10 @@ import pytest
 
 from culm import Job
 from culm.cluster.minutes import Minutes
+from culm.cluster.recovered import Recovered
 from culm.cluster.store import MemoryStore
+from culm.cluster.toll import Toll
+from culm.runtime.clock import RealClock
 from culm.testing import Faults, Simulated, reference, simulate
 from culm.testing.loop import run_virtual
 
@@ -63,6 +66,15 @@ def test_who_leads_after_an_outage_hears_from_the_workers_what_was_committed_in_
     assert run.summary["samples_duplicated"] == 0
     epochs = [event for event in lines(tmp_path / "events.jsonl") if event["kind"] == "epoch"]
     assert min(epochs[1]["open_steps"] or [epochs[1]["step"]]) >= 7, "what was committed in the outage stays so"
+
+
+def test_what_is_owed_is_what_no_record_knows_to_have_been_made_good() -> None:
+    """A record of the workers is newer than that of the store, but does not know who was missed since."""
+    toll = Toll(RealClock())
+    toll.inherit((), owed=(1,))
+    toll.owed.add(0)
+    toll.inherit((Recovered(3, (1,), 0.0, 0.0, 0.0, 0.0, 0, "peers"),), owed=())
+    assert toll.owed == {0}
 
 
 def test_of_several_records_that_wait_the_last_is_written_and_every_step() -> None:

@@ -299,6 +299,20 @@ def test_a_second_loss_during_recovery_starts_again_from_fresh_reports(
 
 
 @pytest.mark.parametrize("strategy", SURVIVING)
+@pytest.mark.parametrize("moment", [("standing", None, 1), ("adopt", None, 2), ("commit", STEP, 1)], ids=lambda m: m[0])
+def test_every_loss_is_in_the_summary_once_though_the_leader_is_lost_while_it_makes_one_good(
+    survive: Eye, strategy: str, moment: tuple[str, int | None, int]
+) -> None:
+    """Before it has decided, when its decision is in the store, and when the loss has just been made good."""
+    at, step, nth = moment
+    faults = Faults().kill(1, at="1B0", step=STEP) + Faults().kill(0, at=at, step=step, nth=nth)
+    seen = survive(six(), faults, strategy=strategy)
+    assert [event["node"] for event in seen.of("lost")] == [1, 0]
+    lost = [recovered["lost"] for recovered in seen.run.summary["recoveries"]]
+    assert lost == ([[1], [0]] if at == "commit" else [[0, 1]])
+
+
+@pytest.mark.parametrize("strategy", SURVIVING)
 @pytest.mark.parametrize("at", ["0S", "0S+", "commit"])
 def test_the_leader_may_be_lost_in_the_optimizer_step_and_in_the_commit(survive: Eye, strategy: str, at: str) -> None:
     seen = survive(six(), Faults().kill(0, at=at, step=STEP), strategy=strategy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ def test_a_stage_with_one_holder_left_gets_a_second_one_before_anything_else(tmp
     assert run.summary["preemptions"] == 2, "the copy took over when the last of the stage's own workers was lost"
     assert run.summary["at_risk_s"] > 0
     assert [recovered["source"] for recovered in run.summary["recoveries"]] == ["peers", "shadow"]
+    assert "unplanned" not in [event["kind"] for event in events], "nothing is planned ahead without peers"
 
 
 def test_the_plan_for_a_loss_is_there_before_it_happens(tmp_path: Path) -> None:
@@ -49,6 +51,19 @@ def test_the_plan_for_a_loss_is_there_before_it_happens(tmp_path: Path) -> None:
     faults = Faults().kill(2, at="0B2", step=1).kill(5, at="1B3", step=4)
     _, events = hurt(described, faults, tmp_path, pipelines=3, stages=2, strategy="reroute")
     assert [event.get("planned_ahead") for event in events if event["kind"] == "epoch"] == [None, True, True]
+
+
+def test_an_error_in_planning_ahead_is_an_event_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(_: object) -> Iterator[None]:
+        raise RuntimeError("out of plans")
+        yield
+
+    monkeypatch.setattr("culm.cluster.turnover.ahead", failing)
+    _, events = hurt(job(steps=3, exact=True), Faults(), tmp_path, pipelines=2, stages=2, strategy="reroute")
+    (unplanned,) = [event for event in events if event["kind"] == "unplanned"]
+    assert unplanned["why"] == "no plans are made ahead: RuntimeError: out of plans"
 
 
 @pytest.mark.parametrize("kind", ["frame", "letter"])

@@ -200,16 +200,17 @@ def test_a_worker_that_dies_before_it_could_say_hello_ends_the_run(monkeypatch: 
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_worker_that_dies_alone_takes_its_node_along(monkeypatch: pytest.MonkeyPatch, node: int) -> None:
     """On the leader's node too, which lives on just long enough to say so."""
-    from culm.runtime.worker import Worker
+    from culm.runtime.stint import Stint
 
-    alive = Worker._after
+    alive = Stint._after
 
-    async def after(self: Worker, *arguments: Any) -> None:
-        if self.node == node:
-            self.transport.post(self.transport.address, letters.encode(letters.Stop()))
+    async def after(self: Stint, *arguments: Any) -> None:
+        transport = self.executor.transport
+        if self.executor.node == node:
+            transport.post(transport.address, letters.encode(letters.Stop()))
         await alive(self, *arguments)
 
-    monkeypatch.setattr(Worker, "_after", after)
+    monkeypatch.setattr(Stint, "_after", after)
     assert str(hurt(job(steps=50), stages=2)).startswith(f"node {node} vanished in step ")
 
 

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from culm.runtime.clock import RealClock
-from culm.runtime.worker import Worker
-
-from .jobs import job
+from culm.runtime import stint
+from culm.runtime.stint import Stint
+from culm.runtime.terms import Terms
 
 STEP = 5
 
@@ -28,25 +27,29 @@ class Copies:
             await asyncio.Event().wait()
 
 
-def waiting(monkeypatch: pytest.MonkeyPatch, permit: int) -> tuple[Worker, Any, Copies]:
-    """A worker that has made the steps below STEP, of which the last two are not committed."""
-    monkeypatch.setattr(Worker, "_report_closed", lambda *_: None)
-    unused: Any = None
-    worker, copies = Worker(job(), 0, "agent", unused, RealClock()), Copies()
-    worker.permit, worker.committed = permit, STEP - 2
-    return worker, SimpleNamespace(epoch=SimpleNamespace(kept=True, number=1, until=None), shadows=copies), copies
+def waiting(monkeypatch: pytest.MonkeyPatch, permit: int) -> tuple[Stint, Copies]:
+    """The stint of a worker that has made the steps below STEP, of which the last two are not committed."""
+    copies, terms, unused = Copies(), Terms(), SimpleNamespace()
+    monkeypatch.setattr(stint, "Closing", lambda _: unused)
+    monkeypatch.setattr(stint, "Shadows", lambda *_: copies)
+    monkeypatch.setattr(Stint, "_report_closed", lambda _: None)
+    terms.permit, terms.committed = permit, STEP - 2
+    epoch = SimpleNamespace(kept=True, number=1, until=None)
+    executor: Any = SimpleNamespace(job=unused, epoch=epoch, clock=unused)
+    saving: Any = unused
+    return Stint(executor, terms, saving), copies
 
 
 def test_a_commit_lets_a_worker_go_on_whose_copy_waits_for_sums_that_others_have_yet_to_make(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def main() -> None:
-        worker, executor, copies = waiting(monkeypatch, permit=STEP + 1)
-        running = asyncio.create_task(worker._may_run(executor, STEP))
+        waits, copies = waiting(monkeypatch, permit=STEP + 1)
+        running = asyncio.create_task(waits._may_run(STEP))
         await asyncio.sleep(0)
         assert copies.asked == [STEP - 1], "the commit needs no more of the copy"
-        worker.committed = STEP - 1
-        worker._news.set()
+        waits.terms.committed = STEP - 1
+        waits.terms.news.set()
         assert await asyncio.wait_for(running, 60.0)
 
     asyncio.run(main())
@@ -56,8 +59,8 @@ def test_while_a_step_is_not_permitted_copies_make_all_steps_before_it(monkeypat
     """Whoever holds back permits may wait for just that."""
 
     async def main() -> None:
-        worker, executor, copies = waiting(monkeypatch, permit=STEP)
-        running = asyncio.create_task(worker._may_run(executor, STEP))
+        waits, copies = waiting(monkeypatch, permit=STEP)
+        running = asyncio.create_task(waits._may_run(STEP))
         await asyncio.sleep(0)
         assert copies.asked == [STEP]
         running.cancel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,6 +46,12 @@ class Trace:
     ages: list[int] = field(default_factory=list)
     weights: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     kept_versions: int = 0
+    _losses: dict[int, list[float]] = field(default_factory=dict)
+
+    def add_loss(self, epoch: int, share: float) -> None:
+        """Of an interval; in whatever order they come, the sum is the same."""
+        self._losses.setdefault(epoch, []).append(share)
+        self.losses[epoch] = math.fsum(self._losses[epoch])
 
 
 class House:
@@ -160,9 +167,7 @@ class House:
                 continue
             shard.take(step, task.interval, outcome.rows)
             if step.layer == self.model.layers and now.train:
-                self.trace.losses[now.epoch] = (
-                    self.trace.losses.get(now.epoch, 0.0) + outcome.loss / self.graph.train_vertices
-                )
+                self.trace.add_loss(now.epoch, outcome.loss / self.graph.train_vertices)
             for layer, gradient in outcome.gradients.items():
                 self.add(server, task, layer, str(step), gradient)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import culm
 from culm.errors import JobError, LayerFailed, NonFiniteLoss
 from culm.job import Job
+from culm.runtime.blueprint import probe
 from culm.runtime.data import evaluation_batch, evaluation_batches
 from culm.runtime.state import State, build_layer
 from culm.testing import reference, simulate
@@ -183,6 +184,35 @@ def test_weights_that_add_up_to_nothing_stop_the_run_or_skip_the_step() -> None:
     assert run.state_sha256 == reference(but(job, steps=0)).state_sha256
 
 
+@pytest.mark.parametrize("weight", [-1.0, math.nan])
+def test_weights_that_would_turn_training_around_are_named(weight: float) -> None:
+    def turned(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
+        return by_label(output, target)[0], weight
+
+    with pytest.raises(LayerFailed, match=f"weights that the loss returned add up to {5 * weight} in step 0"):
+        simulate(but(loss=turned), stages=2)
+
+
+SCHEDULES_GONE_WRONG = {
+    "raises": (lambda step: 1 / (1 - step), "Job.lr_schedule raised ZeroDivisionError for step 1: division by zero"),
+    "is no number": (lambda step: "small", "Job.lr_schedule raised ValueError for step 0: could not convert"),
+    "is not finite": (lambda step: math.nan, "Job.lr_schedule is nan for step 0: return a finite factor"),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES_GONE_WRONG)
+def test_a_learning_rate_that_is_no_number_is_named_with_its_step(name: str) -> None:
+    schedule, sentence = SCHEDULES_GONE_WRONG[name]
+    with pytest.raises(LayerFailed, match=sentence):
+        simulate(but(lr_schedule=schedule), stages=2)
+
+
+@pytest.mark.parametrize("limit", ["a lot", -1.0, math.inf])
+def test_a_limit_of_the_norm_that_is_no_number_is_named(limit: Any) -> None:
+    with pytest.raises(JobError, match=r"Job\.clip_norm is .*: use a number above 0"):
+        but(clip_norm=limit)
+
+
 def test_a_loss_without_any_gradient_for_one_micro_batch_is_fine() -> None:
     job = but(loss=sometimes_constant)
     assert simulate(job, stages=3, schedule="zb").state_sha256 == reference(job).state_sha256
@@ -218,18 +248,20 @@ def test_a_parameter_with_two_names_in_a_layer_is_saved_once() -> None:
 
 def test_a_tied_tensor_may_stand_in_the_file_under_any_of_its_names(tmp_path: Path) -> None:
     path = saved(everything, tmp_path / "a.safetensors", **{"0.table.weight": "5.head.weight"})
+    probe(but(everything, init=path))
     assert reference(but(everything, init=path, steps=0)).weights_sha256 == reference(everything).weights_sha256
 
 
-def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("used", [reference, probe], ids=["where it is read", "before anything starts"])
+def test_a_file_of_another_model_is_refused(used: Callable[[Job], object], tmp_path: Path) -> None:
     path = saved(plain, tmp_path / "a.safetensors")
     with pytest.raises(JobError, match=r"has no tensor '5\.linear\.bias' \(2 are missing\)"):
-        reference(but(layers=[Dense, *plain.layers], init=path))
-    with pytest.raises(JobError, match=r"'4\.linear\.weight' has shape \(3, 6\), the layer wants \(4, 6\)"):
-        reference(but(layers=[*plain.layers[:-1], partial(Dense, WIDTH, 4)], init=path))
+        used(but(layers=[Dense, *plain.layers], init=path))
+    with pytest.raises(JobError, match=r"'4\.linear\.\w+' has shape \(3,.*\), the layer wants \(4,"):
+        used(but(layers=[*plain.layers[:-1], partial(Dense, WIDTH, 4)], data=Points(classes=4), init=path))
     Path(path).write_bytes(b"nothing of the kind")
     with pytest.raises(JobError, match="can not be read as safetensors"):
-        reference(but(init=path))
+        used(but(init=path))
 
 
 def test_another_seed_learns_something_else() -> None:

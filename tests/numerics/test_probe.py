@@ -106,6 +106,11 @@ class Broken(Points):
         raise OSError("the disk is gone")
 
 
+class Leaving(Points):
+    def __getitem__(self, index: int) -> Any:
+        raise SystemExit("no licence")
+
+
 class Single(Points):
     def __getitem__(self, index: int) -> Any:
         return super().__getitem__(index)[0]
@@ -185,7 +190,16 @@ REFUSED: dict[str, tuple[Job, str]] = {
         r"Job\.layers\[1\] could not be built: FileNotFoundError: no weights",
     ),
     "data that raise": (but(data=Broken()), r"Job\.data raised OSError for item \[.*\]: the disk is gone"),
+    "data that end the process": (but(data=Leaving()), r"Job\.data raised SystemExit for item \[.*\]: no licence"),
     "an item that is no pair": (but(data=Single()), r"Job\.data gives Tensor after collation: an item must be a pair"),
+    "evaluation data that raise": (
+        but(evaluate=Broken(), evaluate_every=1),
+        r"Job\.evaluate raised OSError for item \[0, 1\]: the disk is gone",
+    ),
+    "an item to evaluate that is no pair": (
+        but(evaluate=Single(), evaluate_every=1),
+        r"Job\.evaluate gives Tensor after collation: an item must be a pair",
+    ),
 }
 
 

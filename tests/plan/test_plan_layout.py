@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from culm.plan.layout import Layout, Replica, World, arrange_around, first_layout, orphaned
+from culm.plan.layout import Layout, Replica, World, ahead, arrange_around, first_layout, orphaned
 from culm.schedule import Plan, check, generate
 
 SHAPES = [(1, 2, 2), (1, 4, 4), (2, 1, 2), (2, 3, 5), (3, 2, 6), (3, 3, 7)]
@@ -146,6 +146,19 @@ def test_a_stage_that_nobody_holds_is_named() -> None:
     assert orphaned(world(PLAN, "reroute", {1, 4})) == [1]
     assert orphaned(world(PLAN, "shadow", {1, 4})) == []
     assert orphaned(world(PLAN, "shadow", {0, 1, 3, 4})) == [1]
+
+
+@pytest.mark.parametrize("copies", [{0}, {0, 1}], ids=["nobody has a copy", "who has a copy stands in"])
+def test_nothing_is_planned_ahead_where_a_stage_has_lost_all_of_its_own(copies: set[int]) -> None:
+    plan = generate("zb", pipelines=2, stages=2, micro_batches=4)
+    left = World(plan=plan, strategy="reroute", held={0: frozenset(copies), 2: frozenset({0})})
+    assert list(ahead(left)) == []
+
+
+def test_where_every_stage_has_one_of_its_own_the_next_losses_are_planned_for_that_leave_it_so() -> None:
+    plan = generate("zb", pipelines=3, stages=2, micro_batches=6)
+    made = list(ahead(world(plan, "reroute", {1, 3})))
+    assert {rerouted.plan.failed for rerouted in made} == {(0, 1, 3), (1, 2, 3), (1, 3, 4)}
 
 
 @pytest.mark.parametrize("shuffled", [{0: 1, 1: 0}, {0: 1, 1: 0, 2: 1, 3: 0}, {2: 1, 5: 0}])

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from culm.errors import NodeLost, RunError, UsageError
+from culm.schedule import generate
+from culm.schedule.action import Kind
 from culm.testing import Deadlock, Faults, Simulated, reference, simulate
 
 from .jobs import job
@@ -165,3 +167,13 @@ def test_a_kill_can_be_placed_at_every_action_of_the_plan() -> None:
         faults = Faults().pause(node, at=action, step=2, seconds=0.1).pause(node, at=action, nth=3, seconds=0.1)
         found = hurt(faults, strategy="none")
         assert [strike.at for strike in found.strikes] == [action, action]
+
+
+@pytest.mark.parametrize("schedule", ["zb", "interleaved"])
+def test_every_action_that_a_plan_writes_is_a_moment_of_its_node(schedule: str) -> None:
+    plan = generate(schedule, pipelines=2, stages=2, micro_batches=4, ranges=2 if schedule == "interleaved" else 1)
+    faults = Faults()
+    for node, row in enumerate(plan.workers):
+        for action in (*map(str, row), *(f"{action}+" for action in row if action.kind is Kind.S)):
+            faults = faults.pause(node, at=action, step=1, seconds=0.1)
+    assert not hurt(faults, schedule=schedule, strategy="none").missed(faults)

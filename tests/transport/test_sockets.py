@@ -17,6 +17,7 @@ import torch
 from culm.errors import RunError, UsageError
 from culm.transport import wire
 from culm.transport.base import Letter
+from culm.transport.links import LinkIn
 from culm.transport.sockets import SocketTransport
 
 from .sides import PATIENCE_S, SECRET, SOCKETS, child, key, kill, leave, lost, patiently, same
@@ -362,5 +363,18 @@ def test_somebody_who_is_gone_is_missed_once_however_often_it_is_written_to() ->
                 a.post(b.address, b"are you there?")
             a.post(a.address, b"a mark")
             assert await a.letter() == Letter(a.address, b"a mark")
+
+    patiently(main())
+
+
+def test_hands_that_were_being_shaken_when_an_endpoint_closed_are_let_go() -> None:
+    async def main() -> None:
+        async with SOCKETS.endpoints(1) as (a,):
+            assert isinstance(a, SocketTransport)
+            await leave(a)
+            ours, theirs = socket.socketpair()
+            with theirs:
+                a._pump.hear(LinkIn(ours, "late:1", a.mailbox, a._deliver))
+                assert theirs.recv(1) == b""
 
     patiently(main())

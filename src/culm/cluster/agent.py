@@ -154,8 +154,7 @@ class Agent:
         if await self.store.get("result") is not None:
             return  # who led has finished: there is nothing left to lead
         seams = (self.transport, self.clock, self.store)
-        heir = before != b""
-        self._leader = Leader(self.job, setup, self.node, *seams, vigil, heir=heir)
+        self._leader = Leader(self.job, setup, self.node, *seams, vigil, before=int(before) if before else None)
         self._leader.tenure.relieved = self._relieved
         await self._leader.run()
 

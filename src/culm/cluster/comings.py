@@ -104,6 +104,8 @@ class Comings:
         for node in mourned:
             tenure.event("lost", node=node, step=tenure.ledger.next_step)
         roll.gone |= set(mourned)
+        if epoch is not None:
+            tenure.toll.owed |= set(mourned)
         await tenure.write_record()
         if epoch is None:
             await self._open_if_complete()

@@ -16,8 +16,8 @@ import culm
 from culm.cluster.prepare import look
 from culm.errors import UsageError
 from culm.runtime.data import micro_batch
+from culm.runtime.device import device_of
 from culm.runtime.fingerprint import fingerprint
-from culm.runtime.worker import device_of
 from culm.transport.wire import in_one_piece, tensor_bytes
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from culm.cluster.store import Change
 from culm.cluster.summary import slot_label, speed, summarise
 from culm.cluster.tenure import Tenure
 from culm.cluster.turnover import Lull, Turnover
-from culm.errors import CulmError, NodeLost, RunError
+from culm.errors import CulmError, RunError
 from culm.job import STOP
 from culm.observe.folder import perfetto
 from culm.runtime import epoch as letters
@@ -53,20 +53,21 @@ class Leader:
         store: Store,
         vigil: Vigil,
         *,
-        heir: bool = False,
+        before: int | None = None,
     ) -> None:
+        """`before`: who led last, and is gone."""
         self.inbox: asyncio.Queue[letters.Message | Change | CulmError | Doubt | Stall | Lull] = asyncio.Queue()
         self.tenure = Tenure(job, setup, node, transport, clock, store, vigil)
         self.turnover = Turnover(self.tenure, self.inbox.put_nowait)
         self.comings = Comings(self.turnover)
         self.silence = Silence(self.turnover, self.inbox.put_nowait)
-        self._heir = heir
+        self._before = before
 
     async def run(self) -> None:
         """Until the result is in the store, whatever it is; one that is there already stays."""
         tenure = self.tenure
-        tenure.aside(self._watch("nodes/"))
-        tenure.aside(self._watch("wish/"))
+        for prefix in ("nodes/", "missing/", "wish/"):
+            tenure.aside(self._watch(prefix))
         if tenure.setup.gate == "outside":
             tenure.aside(self._watch("gate/"))
         if tenure.setup.survives:
@@ -101,11 +102,14 @@ class Leader:
         return self._leave()
 
     async def _begin(self) -> None:
+        """The first epoch is still to come. Who led before it and is gone was one of those that the start waits for."""
         tenure, setup = self.tenure, self.tenure.setup
-        if self._heir and not tenure.roll.gone:  # who had notice has left word
-            raise NodeLost("the node that led vanished before the first step: start the run again")
         tenure.folder.open()
         tenure.event("run_started", nodes=setup.nodes, why=setup.why, steps=setup.steps)
+        if setup.survives:
+            tenure.minutes.give("record", tenure.record())  # so that its time goes on, whoever leads next
+        if self._before is not None:
+            await self.comings.lose([self._before])
         if setup.start >= setup.steps:
             tenure.finish = setup.start
 
@@ -222,7 +226,7 @@ class Leader:
             self.tenure.end_before(int(value or b"0"))
         elif key == "gate/permit":
             self.tenure.permit(int(value or b"0"))
-        elif value is None:
+        elif value is None or key.startswith("missing/"):
             await self.comings.lose([int(name)])
         else:
             await self.comings.joined(decode_node(value))

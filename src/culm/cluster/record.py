@@ -26,6 +26,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """Nodes that were lost."""
     recoveries: tuple[Recovered, ...]
     at_risk_s: float
+    owed: tuple[int, ...] = ()
+    """Of those that are gone, whose loss is not made good yet."""
     redone: int = 0
     runs: tuple[Run, ...] = ()
     finish: int | None = None

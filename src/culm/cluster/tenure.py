@@ -147,19 +147,20 @@ class Tenure:
         ledger.last, ledger.evaluations = record.last, dict(record.evaluations)
         self.saves.complete = list(record.checkpoints)
         self.roll.gone |= set(record.gone)
-        self.toll.recoveries, self.toll.at_risk_s = list(record.recoveries), record.at_risk_s
+        self.toll.inherit(record.recoveries, record.owed)
+        self.toll.at_risk_s = record.at_risk_s
         self.vigil.slowest_s = max(self.vigil.slowest_s, record.slowest_s)
         self.finish = record.finish if record.next_step < self.setup.steps else record.next_step
 
     async def write_record(self) -> None:
         """So that whoever leads next knows it too, however long it takes."""
-        self.minutes.give("record", self._record())
+        self.minutes.give("record", self.record())
         await self.minutes.written()
 
     async def minute(self, metrics: dict[str, Any]) -> bytes:
         """Write down a commit. Where a store is waited for in vain: what everyone has to keep in its place, so that
         whoever leads next hears of it from them."""
-        record, lags = self._record(), self._away and self.minutes.behind
+        record, lags = self.record(), self._away and self.minutes.behind
         if self.setup.survives:
             self.minutes.give("record", record)
         self.minutes.give("step", msgspec.msgpack.encode(metrics), each=True)
@@ -173,7 +174,8 @@ class Tenure:
             self.event("store_back") if there else self.event("store_away", why=why)
         return b"" if there else record
 
-    def _record(self) -> bytes:
+    def record(self) -> bytes:
+        """What the run has come to, for whoever leads next."""
         ledger = self.ledger
         found = Record(
             began=self.began,
@@ -192,6 +194,7 @@ class Tenure:
             gone=tuple(sorted(self.roll.gone)),
             recoveries=tuple(self.toll.recoveries),
             at_risk_s=self.toll.at_risk_s,
+            owed=tuple(sorted(self.toll.owed)),
             finish=self.finish,
             slowest_s=self.vigil.slowest_s,
         )

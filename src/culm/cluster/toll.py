@@ -11,7 +11,7 @@ from culm.cluster.recovered import Recovered
 from culm.schedule import Plan
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
     from culm.cluster.regroup import Regrouped
     from culm.plan.lineage import Standing
@@ -81,6 +81,8 @@ class Toll:
 
     def __init__(self, clock: Clock) -> None:
         self.recoveries: list[Recovered] = []
+        self.owed: set[int] = set()
+        """Members that were lost, and whose loss is not made good yet."""
         self.at_risk_s = 0.0
         self.moved_s: float | None = None
         """What it took to go over to another shape, lately; None: that has not been done."""
@@ -157,7 +159,13 @@ class Toll:
             source=recovering.made.source if recovering.lost else "notice",
         )
         self.recoveries.append(found)
+        self.owed -= recovering.lost
         return found
+
+    def inherit(self, recoveries: Sequence[Recovered], owed: Collection[int]) -> None:
+        """What whoever led before had made good, and had not. Somebody may be missed since then."""
+        self.recoveries = list(recoveries)
+        self.owed = {*self.owed, *owed} - {node for recovered in recoveries for node in recovered.lost}
 
     def _late(self, recovering: Recovering) -> float:
         """How many seconds later than usual the last steps were committed. Whoever has just begun to lead knows no

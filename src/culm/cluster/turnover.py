@@ -164,14 +164,13 @@ class Turnover:
         committed, ready_made = tenure.ledger.next_step, tenure.plans.hits
         made = await self._decide(halting, old, slots, standings)
         self.halting = None
-        before = self.recovering
         self.recovering = Recovering(
             halting,
             tenure.clock.now(),
             made,
             max(0, halting.committed - tenure.ledger.next_step),
-            lost={*halting.lost, *(before.lost if before is not None else ())},
-            left=before.left if before is not None else set(),
+            lost=set(tenure.toll.owed),
+            left=self.recovering.left if self.recovering is not None else set(),
         )
         tenure.adopt(made.epoch)
         tenure.toll.risk(not protected(made.epoch))
@@ -267,11 +266,15 @@ class Turnover:
         return max(0.0, 0.8 * left - (now - halting.began)) / pace
 
     async def plan_ahead(self, standings: Mapping[int, Standing], committed: int, old: Epoch | None) -> None:
-        """Plans for whoever may be lost next, one at a time and aside: when it happens they are there."""
+        """Plans for whoever may be lost next, one at a time and aside: when it happens they are there. They only save
+        time then: what goes wrong here is an event, and the run goes on."""
         tenure = self.tenure
-        made = ahead(world_of(tenure.setup, standings, committed, old, tenure.plans))
-        while await tenure.clock.aside(next, made, None) is not None:
-            pass
+        try:
+            made = ahead(world_of(tenure.setup, standings, committed, old, tenure.plans))
+            while await tenure.clock.aside(next, made, None) is not None:
+                pass
+        except Exception as error:
+            tenure.event("unplanned", why=f"no plans are made ahead: {type(error).__name__}: {error}")
 
     def all_ready(self) -> None:
         """Everyone of the epoch has built what it holds; where no step was open, that was all there was to do."""

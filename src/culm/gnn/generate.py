@@ -10,8 +10,10 @@ through noise; under stochastic blocks neighbours mostly share the class and fea
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,6 +34,8 @@ _DEFAULTS: dict[str, dict[str, float]] = {
 _QUADRANTS = (0.57, 0.19, 0.19, 0.05)
 """Of the Graph500 benchmark."""
 _AT_ONCE = 1 << 22
+_ROWS = 1 << 14
+"""Of features with a generator of their own: however many threads make them, they are the same."""
 _BYTES_PER_EDGE, _BYTES_PER_FEATURE = 60.0, 9.0
 """Peak of making and training one, as measured."""
 
@@ -139,7 +143,13 @@ def _seen(rng: np.random.Generator, scores: Array, width: int, noise: float) -> 
     """Scores through a random matrix, and noise: what features show of them."""
     basis = rng.standard_normal((scores.shape[1], width), np.float32)
     seen = scores @ basis
-    seen += np.float32(noise) * rng.standard_normal(seen.shape, np.float32)
+    blocks = [seen[row : row + _ROWS] for row in range(0, len(seen), _ROWS)]
+
+    def blur(block: Array, own: np.random.Generator) -> None:
+        block += np.float32(noise) * own.standard_normal(block.shape, np.float32)
+
+    with ThreadPoolExecutor(os.cpu_count()) as threads:  # most of what making a large graph takes
+        list(threads.map(blur, blocks, rng.spawn(len(blocks))))
     return seen
 
 

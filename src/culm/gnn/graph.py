@@ -146,15 +146,23 @@ def csr(sources: Array, targets: Array, vertices: int, *, symmetrize: bool) -> t
     other = sources != targets
     sources, targets = sources[other], targets[other]
     if symmetrize:
-        keys = np.unique(np.concatenate([targets * vertices + sources, sources * vertices + targets]))
+        keys = once(np.concatenate([targets * vertices + sources, sources * vertices + targets]))
     else:
-        keys = np.unique(targets * vertices + sources)
+        keys = once(targets * vertices + sources)
         back = np.sort(keys % vertices * vertices + keys // vertices)
         if not np.array_equal(keys, back):
             raise UsageError(_one_way(keys, back, vertices))
     indptr = np.zeros(vertices + 1, np.int64)
     np.cumsum(np.bincount(keys // vertices, minlength=vertices), out=indptr[1:])
     return indptr, (keys % vertices).astype(np.int32)
+
+
+def once(keys: Array) -> Array:
+    """Sorted, each once, as np.unique does, which hashes them first and takes ten times as long."""
+    keys.sort()
+    first = np.ones(len(keys), bool)
+    np.not_equal(keys[1:], keys[:-1], out=first[1:])
+    return keys[first]
 
 
 def _one_way(keys: Array, back: Array, vertices: int) -> str:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from culm.errors import UsageError
+from culm.gnn.graph import once
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -155,7 +156,7 @@ def _sketch(graph: Graph, own: Array, owner: Array, local: Array) -> _Sketch:
     sources = np.insert(neighbours, loops, own)
     indptr = np.zeros(len(own) + 1, np.int64)
     np.cumsum(degrees + 1, out=indptr[1:])
-    seen = np.unique(sources[owner[sources] != owner[own[0]]])
+    seen = once(sources[owner[sources] != owner[own[0]]])
     return _Sketch(indptr, sources, seen[np.lexsort((local[seen], owner[seen]))])
 
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from culm.gnn.arena import Arena
+from culm.gnn.graph import once
 from culm.gnn.program import Step, first_gather, gathered_width, sent_width
 from culm.gnn.sparse import Adjacency
 
@@ -83,7 +84,7 @@ class Shard:
         stops = np.array([stop for *_, stop in ends])
         found = []
         for adjacency in self._adjacency:
-            used = np.unique(np.searchsorted(stops, np.unique(adjacency.columns.numpy()), side="right"))
+            used = np.unique(np.searchsorted(stops, once(adjacency.columns.numpy().copy()), side="right"))
             found.append([(ends[i][0], ends[i][1]) for i in used])
         return found
 

@@ -291,11 +291,14 @@ def _renamed(plan: Plan, world: World, moved: Mapping[int, int]) -> Plan:
 
 
 def ahead(world: World) -> Iterator[Rerouted]:
-    """Plans for the loss of any one more worker, made one at a time: then they are there when it happens."""
+    """Plans for the loss of any one more worker, made one at a time: then they are there when it happens. None where a
+    stage has lost all of its own: whoever has a copy stands in, and then peers alone are no answer."""
     full = world.plan
     if world.strategy in SHADOWING or not _plain(full) or full.pipelines == 1:
         return
     failed = {slot for slot in range(len(full.workers)) if not _own(world, slot)} - set(_moved(world))
+    if any(failed.issuperset(range(stage, len(full.workers), full.stages)) for stage in range(full.stages)):
+        return
     yield from world.plans.next(_case(world, failed))
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from culm.cluster.members import take_numbers
 from culm.errors import RunError
+from culm.observe.folder import saved
 from culm.providers.base import REJOIN
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class Nodes:
 
     async def watch(self) -> None:
         """Until every node has ended. One whose machine is still there comes back as a new one. The run ends with the
-        last node, and with one that ends before the start where nobody else could report it."""
+        last node, and with one that fails before it has joined."""
         while self.there:
             try:
                 node, status = await self._provider.gone()
@@ -53,7 +54,17 @@ class Nodes:
             if status == REJOIN and not self._run.ended and self._returns < _RETURNS:
                 self._returns += 1
                 (self._became[node],) = await self.start()
+            elif status < 0 and self._run.epoch is None and self._run.setup.survives:
+                # Killed: before it had joined, or when nobody led who would have known it. The start waits for all.
+                await self._run.store.put(f"missing/{node}", b"")
             elif not self._run.joined(node) and node < self._run.setup.nodes:
                 self._run.fail(f"node {node} ended with status {status} before it had joined")
             if not self.there and self._run.alone:
-                self._run.fail("all nodes have ended before the run")
+                self._run.fail(f"all nodes have ended before the run: {_what_is_left(self._run.setup.out)}")
+
+
+def _what_is_left(out: str | None) -> str:
+    steps = saved(out) if out is not None else []
+    if steps:
+        return f"{steps[-1]} steps are saved, continue with --resume {out}"
+    return "nothing of it was saved; --checkpoint-every N with --out saves every N steps"

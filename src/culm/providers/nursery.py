@@ -186,15 +186,12 @@ class Nursery:
         def child() -> None:
             try:
                 self._report(made())
-            except Exception as error:
+            except BaseException as error:  # code of the user may ask to end the process, and be heard of all the same
                 self._report(_refusal(error))
 
         _, status = os.waitpid(fork(child), 0)
-        if os.WIFSIGNALED(status):
-            text = (
-                f"trying the layers out ended with signal {os.WTERMSIG(status)}: is there enough memory for one layer?"
-            )
-            self._report(Refused("RunError", text, ""))
+        if status:
+            self._report(Refused("RunError", _untimely(os.waitstatus_to_exitcode(status)), ""))
 
     def _report(self, report: Report) -> None:
         self._pipe.send_bytes(_encode(report))
@@ -314,7 +311,14 @@ def _identity(job: Job, source: JobSource) -> dict[str, str]:
     return identity(job, source.reference)
 
 
-def _refusal(error: Exception) -> Refused:
+def _untimely(code: int) -> str:
+    """Why nothing has come of trying the layers out."""
+    if code < 0:
+        return f"trying the layers out ended with signal {-code}: is there enough memory for one layer?"
+    return f"trying the layers out ended the process with exit code {code}: a layer or the data must not do so"
+
+
+def _refusal(error: BaseException) -> Refused:
     trace = "".join(traceback.format_exception(error))
     if isinstance(error, CulmError):
         return Refused(type(error).__name__, str(error), trace)

@@ -8,10 +8,10 @@ import contextlib
 import mmap
 import os
 import signal
-import time
 from collections.abc import Iterable
 
 from culm.cluster.blows import Kill
+from culm.runtime.clock import real_now
 
 _FIELDS = 2
 """Numbers of a node on the board: the process of its agent, and when it was struck."""
@@ -21,7 +21,7 @@ _BYTES = 8
 
 
 class Board:
-    """The nodes of a run on one machine: processes, and moments on the machine's monotonic clock.
+    """The nodes of a run on one machine: processes, and when they were struck.
 
     It lies in memory that launcher, nursery and nodes share: a node in its last moment needs nobody's help to write
     there. The launcher makes it; others open it by its descriptor.
@@ -77,7 +77,7 @@ class Striker:
     def _strike(self, nodes: Iterable[int]) -> None:
         """A worker ends with its agent. The last of the nodes is the one that this process belongs to."""
         for node in nodes:
-            self._board.mark(node, time.monotonic())
+            self._board.mark(node, real_now())
             with contextlib.suppress(ProcessLookupError):  # an earlier blow was faster
                 os.kill(self._board.agent(node), signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)

@@ -19,8 +19,8 @@ from culm.errors import CulmError, JobError, LayerFailed
 from culm.plan.profile import LayerCost, Profile
 from culm.runtime import statistics
 from culm.runtime.call import call_layer, handed_on, loss_of
-from culm.runtime.data import Values, mapped, micro_batch
-from culm.runtime.state import HeldLayer, build_layer, named_parameter
+from culm.runtime.data import Values, evaluation_batch, mapped, micro_batch
+from culm.runtime.state import HeldLayer, build_layer, check_initial, named_parameter
 
 if TYPE_CHECKING:
     from culm.job import Job
@@ -41,9 +41,11 @@ class Blueprint:
 
 
 def probe(job: Job) -> Blueprint:
-    """Look at every layer. Raises JobError, naming the field, for layers, tied names or a loss that do not fit."""
+    """Look at every layer. Raises JobError, naming the field, for layers, data, tied names or a loss that are wrong."""
     device = torch.device("cpu")
     try:
+        if job.evaluate_every:
+            evaluation_batch(job, 0, device)
         inputs, target = micro_batch(job, 0, 0, device)
     except LayerFailed as error:
         raise JobError(str(error)) from error
@@ -64,6 +66,7 @@ def _faked(fake: FakeTensorMode, value: Any) -> Any:
 def _look(job: Job, values: Values, target: Any) -> Blueprint:
     costs: list[LayerCost] = []
     shapes: dict[str, tuple[int, ...]] = {}
+    wanted: dict[str, tuple[int, ...]] = {}
     cast: AbstractContextManager[Any] = nullcontext()
     if job.precision == "bf16":
         cast = torch.autocast("cpu", torch.bfloat16)
@@ -72,6 +75,7 @@ def _look(job: Job, values: Values, target: Any) -> Blueprint:
             for index in range(len(job.layers)):
                 layer = _built(job, index)
                 _note_tied(job, layer, shapes)
+                wanted |= {name: tuple(value.shape) for name, value in layer.named().items()}
                 values, cost = _run(job, layer, values)
                 values = tuple(handed_on(v) for v in values)
                 costs.append(cost)
@@ -81,6 +85,8 @@ def _look(job: Job, values: Values, target: Any) -> Blueprint:
     if not loss.requires_grad:
         raise JobError("Job.loss does not depend on any trainable parameter: there is nothing to train")
     _check_tied(job, shapes)
+    if job.init is not None:
+        check_initial(job, wanted)
     profile = Profile(
         layers=tuple(costs), device="cpu", micro_batch=job.micro_batch, threads=job.threads, source="estimated"
     )
@@ -92,7 +98,7 @@ def _built(job: Job, index: int) -> HeldLayer:
         return HeldLayer(job, index, build_layer(job, index), {})
     except CulmError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise JobError(f"Job.layers[{index}] could not be built: {type(error).__name__}: {error}") from error
 
 

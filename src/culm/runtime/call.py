@@ -89,7 +89,7 @@ def call_layer(layer: HeldLayer, values: Values, step: int, micro: int, seed: in
         made = layer.module(*lent) if several and layer.unpacks else layer.module(lent if several else lent[0])
     except CulmError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         shapes = ", ".join(f"{tuple(v.shape)} {str(v.dtype).removeprefix('torch.')}" for v in values)
         raise LayerFailed(f"{layer.label} raised {type(error).__name__} on input {shapes}: {error}") from error
     if layer.module.training:
@@ -108,7 +108,7 @@ def loss_of(
         made = job.loss(lent[0] if len(lent) == 1 else lent, target)
     except CulmError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise LayerFailed(f"the loss raised {type(error).__name__}: {error}") from error
     manner.learn(lent)
     loss, weight = made if isinstance(made, tuple) and len(made) == 2 else (made, None)

@@ -15,7 +15,7 @@ class Clock(Protocol):
     """Seconds that only grow. Real: the machine's. Simulated: virtual, and it jumps when nobody has anything to do."""
 
     def now(self) -> float:
-        """Seconds since some moment, the same for all nodes of a machine or of a simulation."""
+        """Seconds since some moment, the same for all nodes of a run."""
 
     async def sleep(self, seconds: float) -> None:
         """Wait."""
@@ -41,14 +41,24 @@ class Blows(Protocol):
         """See Clock."""
 
 
+_EPOCH = time.time() - time.monotonic()
+"""When this machine's monotonic clock was at zero. Looked at once: a clock that is set anew moves nothing."""
+
+
+def real_now() -> float:
+    """Seconds since 1970 that only grow. What workers say of when they were done, and a leader's record, are read on
+    other machines: seconds since a machine was started would mean nothing there."""
+    return _EPOCH + time.monotonic()
+
+
 class RealClock:
-    """The machine's monotonic clock."""
+    """The machine's monotonic clock, counted from where all machines agree, as far as their clocks do."""
 
     def __init__(self, blows: Blows | None = None) -> None:
         self._blows = blows
 
     def now(self) -> float:
-        return time.monotonic()
+        return real_now()
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)

@@ -67,13 +67,16 @@ class Closing:
             finish_layers(holding.state.layers.values(), divisor)
         norm, factor = await self._norm(step, holdings, told)
         skipped = self.job.nonfinite == "skip" and not (math.isfinite(loss_sum) and math.isfinite(norm or 0.0))
-        for holding in holdings:
-            await self.executor.clock.work(self.executor.node, step, f"{holding.stage}S")
+        await self._moment(step, holdings, "S")
         for holding in holdings:
             self._step(step, holding, factor, skipped)
         open_step.closed = open_step.closed or Closed(norm, skipped)
-        for holding in holdings:
-            await self.executor.clock.work(self.executor.node, step, f"{holding.stage}S+")
+        await self._moment(step, holdings, "S+")
+
+    async def _moment(self, step: int, holdings: Sequence[Holding], what: str) -> None:
+        """Named as in the plan: by segment, of which a stage may have several."""
+        for g in (g for holding in holdings for g in holding.segments):
+            await self.executor.clock.work(self.executor.node, step, f"{g}{what}")
 
     def _step(self, step: int, holding: Holding, factor: Tensor | None, skipped: bool) -> None:
         """From gradients to weights, in one go: whoever is stopped is stopped before it, or after."""

@@ -22,7 +22,7 @@ Values: TypeAlias = tuple[Tensor, ...]
 def micro_batch(job: Job, step: int, micro: int, device: torch.device) -> tuple[Values, Any]:
     """(input, target) of micro-batch `micro` of `step`. Draws of the data set and the collation are keyed alike."""
     seed_everything(key(job.seed, "data", step, micro))
-    return _collated(job, job.data, sample_indices(job, step, micro), device)
+    return _collated(job, "data", sample_indices(job, step, micro), device)
 
 
 def evaluation_batch(job: Job, micro: int, device: torch.device) -> tuple[Values, Any]:
@@ -31,7 +31,7 @@ def evaluation_batch(job: Job, micro: int, device: torch.device) -> tuple[Values
     seed_everything(key(job.seed, "evaluate", micro))
     first = micro * job.micro_batch
     items = range(first, min(first + job.micro_batch, len(job.evaluate)))
-    return _collated(job, job.evaluate, items, device)
+    return _collated(job, "evaluate", items, device)
 
 
 def evaluation_batches(job: Job) -> int:
@@ -48,19 +48,21 @@ def evaluation_share(job: Job, micro: int, loss: Tensor, weight: Tensor | float 
     return loss.item() * items, items
 
 
-def _collated(job: Job, data: Dataset, indices: Any, device: torch.device) -> tuple[Values, Any]:
+def _collated(job: Job, field: str, indices: Any, device: torch.device) -> tuple[Values, Any]:
+    data: Dataset = getattr(job, field)
     try:
         items = [data[index] for index in indices]
-    except Exception as error:
-        raise LayerFailed(f"Job.data raised {type(error).__name__} for item {list(indices)}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise LayerFailed(f"Job.{field} raised {type(error).__name__} for item {list(indices)}: {error}") from error
     try:
         batch = (job.collate or default_collate)(items)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise LayerFailed(f"the collation raised {type(error).__name__}: {error}") from error
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-        raise JobError(f"Job.data gives {type(batch).__name__} after collation: an item must be a pair (input, target)")
+        kind = type(batch).__name__
+        raise JobError(f"Job.{field} gives {kind} after collation: an item must be a pair (input, target)")
     inputs, target = batch
-    return pack(to_device(inputs, device), "the input that Job.data gives"), to_device(target, device)
+    return pack(to_device(inputs, device), f"the input that Job.{field} gives"), to_device(target, device)
 
 
 def to_device(value: Any, device: torch.device) -> Any:

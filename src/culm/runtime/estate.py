@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from culm.errors import EpochClosed
@@ -19,50 +19,49 @@ from culm.transport.base import Key
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from culm.plan.edges import Task
+    from culm.runtime.epoch import Epoch
     from culm.runtime.executor import Executor
+    from culm.runtime.summing import Summing
     from culm.transport.base import Tensors
 
 
-async def hand_over(executor: Executor, step: int, tasks: Sequence[Task]) -> None:
-    """For a worker that leaves: end what it has begun of a step, and give its sums away. What is given is no longer
-    here: whatever becomes of this worker, no gradient is in two sums."""
-    holdings = [holding for holding in executor.desk.holdings.values() if holding.version == step]
-    await executor.end_begun(step, tasks, {g: s for holding in holdings for g, s in holding.segments.items()})
-    for at, g, giver, taker in executor.epoch.recovery.parts:
-        if (at, giver) == (step, executor.slot):
-            _give(executor, step, g, taker)
+def hand_over(summing: Summing, step: int) -> None:
+    """For a worker that leaves and has ended what it had begun of a step: give its sums away. What is given is no
+    longer here: whatever becomes of this worker, no gradient is in two sums."""
+    for at, g, giver, taker in summing.epoch.recovery.parts:
+        if (at, giver) == (step, summing.slot):
+            _give(summing, step, g, taker)
 
 
-def _give(executor: Executor, step: int, g: int, taker: int) -> None:
-    open_step, segment = executor.desk.step(step), executor.desk.holdings[g % executor.plan.stages].segments[g]
-    absorb(executor, step, g)
-    book = executor.desk.book(step, g, segment)
+def _give(summing: Summing, step: int, g: int, taker: int) -> None:
+    desk, segment = summing.desk, summing.segment(g)
+    absorb(summing, step, g)
+    book = desk.book(step, g, segment)
     trained = [layer.accumulator for layer in segment.layers if layer.trained]
     frame = [*(each.total.to("cpu", copy=True) for each in trained), book.rider(), *book.template()]
-    executor.transport.send(executor.epoch.address(taker), _part(executor, step, g, executor.slot), frame)
+    summing.transport.send(summing.epoch.address(taker), _part(summing.epoch, step, g, summing.slot), frame)
     for layer in segment.layers:
         layer.accumulator.clear()
-    del open_step.books[g]
+    del desk.step(step).books[g]
 
 
-def absorb(executor: Executor, step: int, g: int) -> None:
+def absorb(summing: Summing, step: int, g: int) -> None:
     """Add the sums that others have given to those here."""
-    segment = executor.desk.holdings[g % executor.plan.stages].segments[g]
-    book = executor.desk.book(step, g, segment)
-    for part in executor.desk.step(step).parts.pop(g, ()):
+    segment = summing.segment(g)
+    book = summing.desk.book(step, g, segment)
+    for part in summing.desk.step(step).parts.pop(g, ()):
         for layer, total in zip((layer for layer in segment.layers if layer.trained), part.totals, strict=True):
             layer.accumulator.total.add_(total.to(layer.accumulator.total.device))
         book.absorb(part.rider)
 
 
-def take_part(executor: Executor, step: int, g: int, frame: Tensors) -> None:
+def _take_part(summing: Summing, step: int, g: int, frame: Tensors) -> None:
     """The sums of a worker that leaves have come: they count as this worker's own from now on."""
     values = [value for value in frame if value is not None]
-    segment = executor.desk.holdings[g % executor.plan.stages].segments[g]
+    segment = summing.segment(g)
     trained = sum(1 for layer in segment.layers if layer.trained)
-    executor.desk.book(step, g, segment).learn(values[trained + 1 :])
-    executor.desk.step(step).parts.setdefault(g, []).append(Sum(values[:trained], values[trained]))
+    summing.desk.book(step, g, segment).learn(values[trained + 1 :])
+    summing.desk.step(step).parts.setdefault(g, []).append(Sum(values[:trained], values[trained]))
 
 
 class Inheritance:
@@ -81,7 +80,7 @@ class Inheritance:
         """Until all that is given to the sum of a segment is here."""
         for at, segment, giver, taker in self.executor.epoch.recovery.parts:
             if (at, segment, taker) == (step, g, self.executor.slot):
-                await self._coming[_part(self.executor, step, g, giver)]
+                await self._coming[_part(self.executor.epoch, step, g, giver)]
 
     def close(self) -> None:
         for task in (*self._coming.values(), self._telling):
@@ -90,7 +89,7 @@ class Inheritance:
     async def _take(self, key: Key) -> Tensors:
         """One frame. It is on the desk before anything else happens: the epoch may end at any moment."""
         frame = await self.executor.transport.receive(key)
-        keep_frame(self.executor, key, frame)
+        keep_frame(self.executor.summing, key, frame)
         return frame
 
     async def _tell(self, told: Callable[[], None]) -> None:
@@ -99,23 +98,23 @@ class Inheritance:
             told()
 
 
-def keep_frame(executor: Executor, key: Key, frame: Tensors) -> None:
+def keep_frame(summing: Summing, key: Key, frame: Tensors) -> None:
     """Lay a frame on the desk, under what it is."""
     kind, _, rest = key.name.partition(" ")
     if kind == "part":
-        take_part(executor, key.step, int(rest.split()[0]), frame)
+        _take_part(summing, key.step, int(rest.split()[0]), frame)
     elif kind == "sum":
-        _take_sum(executor, key.step, int(rest), frame)
+        _take_sum(summing, key.step, int(rest), frame)
     else:
-        executor.desk.keep(key.step, key.name, frame)
+        summing.desk.keep(key.step, key.name, frame)
 
 
-def _take_sum(executor: Executor, step: int, g: int, frame: Tensors) -> None:
+def _take_sum(summing: Summing, step: int, g: int, frame: Tensors) -> None:
     """A complete sum may come while the layers still have a step before it to end: their bounds are those of that."""
-    holding = executor.desk.holdings[g % executor.plan.stages]
+    holding = summing.desk.holdings[g % summing.plan.stages]
     sums = [layer.accumulator for layer in holding.segments[g].layers]
     before = [(each, each.bound, each.finite) for each in sums] if holding.version != step else []
-    executor.taken(step, g, frame)
+    summing.taken(step, g, frame)
     for each, bound, finite in before:
         each.bound, each.finite = bound, finite
 
@@ -132,8 +131,8 @@ def _expected(executor: Executor) -> Iterator[Key]:
             yield Key(epoch.number, step, f"sum {g}")
     for step, g, giver, taker in recovery.parts:
         if taker == slot:
-            yield _part(executor, step, g, giver)
+            yield _part(epoch, step, g, giver)
 
 
-def _part(executor: Executor, step: int, g: int, giver: int) -> Key:
-    return Key(executor.epoch.number, step, f"part {g} of {giver}")
+def _part(epoch: Epoch, step: int, g: int, giver: int) -> Key:
+    return Key(epoch.number, step, f"part {g} of {giver}")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from culm.runtime.worker import device_of
+from culm.runtime.device import device_of
 
 if TYPE_CHECKING:
     from culm.job import Job

@@ -16,8 +16,8 @@ from culm.plan.profile import LayerCost, Profile
 from culm.runtime import statistics
 from culm.runtime.call import call_layer, loss_of
 from culm.runtime.data import Values, micro_batch
+from culm.runtime.device import device_of
 from culm.runtime.state import HeldLayer, build_layer
-from culm.runtime.worker import device_of
 
 if TYPE_CHECKING:
     from culm.job import Job

@@ -101,7 +101,7 @@ class Shadows:
     async def _take_sums(self, holding: Holding) -> None:
         for g in holding.segments:
             if g not in self.desk.step(holding.version).sums:
-                await self.executor.take(holding.version, g)
+                await self.executor.summing.take(holding.version, g)
 
     async def _step(self, holding: Holding) -> None:
         await self.closing.close(holding.version, [holding], told=())
@@ -133,13 +133,7 @@ class Shadows:
         """Take what has come; whether all of it has."""
         version = holding.version
         sums = self.desk.step(version).sums
-        for g in holding.segments:
-            if g not in sums:
-                frame = self.executor.transport.arrived(Key(self.epoch.number, version, f"sum {g}"))
-                if frame is None:
-                    return False
-                self.executor.taken(version, g, frame)
-        return True
+        return all(g in sums or self.executor.summing.take_arrived(version, g) for g in holding.segments)
 
     async def _take_copy(self, stage: int) -> bool:
         """A fresh shadow begins with the copy that its source sent."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -153,12 +154,16 @@ def _optimizer(job: Job, parameters: list[nn.Parameter]) -> torch.optim.Optimize
 
 
 def _fitting(name: str, value: Tensor, like: Tensor) -> Tensor:
-    if value.shape != like.shape:
+    _check_shape(name, value.shape, like.shape)
+    return value
+
+
+def _check_shape(name: str, saved: Sequence[int], wanted: Sequence[int]) -> None:
+    if tuple(saved) != tuple(wanted):
         raise JobError(
-            f"the saved tensor {name!r} has shape {tuple(value.shape)}, the layer wants {tuple(like.shape)}: "
+            f"the saved tensor {name!r} has shape {tuple(saved)}, the layer wants {tuple(wanted)}: "
             "it is from another model"
         )
-    return value
 
 
 class HeldLayer:
@@ -186,6 +191,10 @@ class HeldLayer:
         """Those that a state_dict has."""
         mine = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
         return {f"{self.index}.{name}": value for name, value in self.module.state_dict().items() if name not in mine}
+
+    def named(self) -> dict[str, Tensor]:
+        """Parameters and buffers, by name."""
+        return {f"{self.index}.{name}": value for name, value in self.module.named_parameters()} | self.buffers()
 
     def sums(self) -> dict[str, Tensor]:
         """Views of the sum, by name of the parameter."""
@@ -380,20 +389,40 @@ def _replace_parameter(module: nn.Module, name: str, alias: nn.Parameter) -> Non
                 part._parameters[own] = alias
 
 
-def _initial(path: str, names: set[str], others: Mapping[str, Sequence[str]]) -> dict[str, Tensor]:
-    """Named tensors of a safetensors file to start from; a tied one may stand under any of its names.
+def check_initial(job: Job, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises JobError unless Job.init has all that the layers, whose shapes these are, begin with. Reads no tensor."""
+    assert job.init is not None
+    ties = {names[0]: names for names in (sorted(group, key=layer_of) for group in job.tied)}
+    aliases = {name for names in ties.values() for name in names[1:]}
+    with _opened(job.init) as file:
+        for name, stored in _stored(job.init, file, shapes.keys() - aliases, ties).items():
+            _check_shape(name, file.get_slice(stored).get_shape(), shapes[name])
 
-    Every tensor must be there: a half-loaded model is a trap.
-    """
+
+def _initial(path: str, names: set[str], others: Mapping[str, Sequence[str]]) -> dict[str, Tensor]:
+    """Named tensors of a safetensors file to start from; a tied one may stand under any of its names."""
+    with _opened(path) as file:
+        return {name: file.get_tensor(stored) for name, stored in _stored(path, file, names, others).items()}
+
+
+def _stored(path: str, file: Any, names: Iterable[str], others: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Under which name each tensor stands. Every one must be there: a half-loaded model is a trap."""
+    known = set(file.keys())
+    found = {name: next((n for n in (name, *others.get(name, ())) if n in known), None) for name in sorted(names)}
+    missing = [name for name, stored in found.items() if stored is None]
+    if missing:
+        raise JobError(
+            f"Job.init {path!r} has no tensor {missing[0]!r} ({len(missing)} are missing): it is from another model"
+        )
+    return {name: stored for name, stored in found.items() if stored is not None}
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[Any]:
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
-            known = set(file.keys())
-            found = {name: next((n for n in (name, *others.get(name, ())) if n in known), None) for name in names}
-            missing = sorted(name for name, stored in found.items() if stored is None)
-            if missing:
-                raise JobError(f"Job.init {path!r} has no tensor {missing[0]!r} ({len(missing)} are missing)")
-            return {name: file.get_tensor(stored) for name, stored in sorted(found.items())}
+            yield file
     except (SafetensorError, OSError) as error:
         raise JobError(f"Job.init {path!r} can not be read as safetensors: {error}") from None

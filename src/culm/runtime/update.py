@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from culm.errors import NonFiniteLoss
+from culm.errors import LayerFailed, NonFiniteLoss
 from culm.runtime import statistics
 
 if TYPE_CHECKING:
@@ -57,7 +57,12 @@ def clip_factor(job: Job, norms: Sequence[Tensor]) -> tuple[float, Tensor]:
 
 
 def check_loss(step: int, loss_sum: float, weight_sum: float) -> None:
-    """Raises NonFiniteLoss if the step has no finite loss."""
+    """Raises NonFiniteLoss if the step has no finite loss, LayerFailed if its weights would turn training around."""
+    if not weight_sum >= 0:
+        raise LayerFailed(
+            f"the weights that the loss returned add up to {weight_sum} in step {step}: return (sum, weight) with a "
+            "weight of at least 0, such as a count"
+        )
     if weight_sum == 0:
         raise NonFiniteLoss(
             f"the weights that the loss returned add up to 0 in step {step}: there is nothing to learn from; make "
@@ -96,8 +101,16 @@ def scale(state: State, layers: Iterable[HeldLayer], groups: Iterable[TiedGroup]
 
 
 def lr_factor(job: Job, step: int) -> float:
-    """The learning rate's factor: a function of the step alone."""
-    return 1.0 if job.lr_schedule is None else float(job.lr_schedule(step))
+    """The learning rate's factor: a function of the step alone. Raises LayerFailed if it gives no number for it."""
+    if job.lr_schedule is None:
+        return 1.0
+    try:
+        factor = float(job.lr_schedule(step))
+    except Exception as error:
+        raise LayerFailed(f"Job.lr_schedule raised {type(error).__name__} for step {step}: {error}") from error
+    if not math.isfinite(factor):
+        raise LayerFailed(f"Job.lr_schedule is {factor} for step {step}: return a finite factor")
+    return factor
 
 
 def apply_statistics(layer: HeldLayer, recorded: Iterable[statistics.Statistics]) -> None:

@@ -73,10 +73,7 @@ class _Drawing:
         if kind == "commit" and node == 0:
             return {"at": "commit", "step": step}
         if kind == "after":
-            soonest = (
-                0.05 if node == 0 else 0.0
-            )  # nobody knows yet what a leader knew that is lost before the first epoch
-            return {"after_s": round(soonest + self.dice.uniform(0.0, 0.02 * len(actions) * self.steps), 4)}
+            return {"after_s": round(self.dice.uniform(0.0, 0.02 * len(actions) * self.steps), 4)}
         if kind == "nth" or again:  # after a loss a node may run other actions than the plan says
             return {"step": step, "nth": self.dice.randint(1, len(actions))}
         return {"at": self.dice.choice(actions), "step": step}

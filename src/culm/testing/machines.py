@@ -49,13 +49,16 @@ class Machines:
         return made
 
     def kill(self, nodes: Iterable[int], *, silence: bool = False) -> None:
-        """The nodes vanish at once: nothing of them takes another step, and every connection to them breaks."""
+        """The nodes vanish at once: nothing of them takes another step, and every connection to them breaks. Before the
+        first epoch whoever provides them says so in the store, since nobody may know them yet."""
         for node in nodes:
             self.history.note(node, "killed")
             for address in sorted(address for address in self.network.endpoints if node_of(address) == node):
                 self.network.drop(address, silence=silence)
             virtual_loop().end(node)
             self._end_session(node)
+            if self.store.read("epoch") is None:
+                self.store.write(f"missing/{node}", b"")
 
     def pause(self, node: int, seconds: float) -> None:
         """The node stands still. Its connections stand, and what is sent to it waits."""

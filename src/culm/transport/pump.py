@@ -42,16 +42,23 @@ class Pump:
         """From any thread: begin to read a connection."""
         link.wake_at(self._enough())
         self._heard[link.fileno()] = link
-        self.inner.register(link.fileno(), select.EPOLLIN)
+        self._watch(self.inner, link, select.EPOLLIN)
 
     def serve(self, link: LinkOut, events: int) -> None:
         """From any thread: watch a connection that we send on."""
         self._served[link.fileno()] = link
-        self._outer.register(link.fileno(), events)
+        self._watch(self._outer, link, events)
+
+    def _watch(self, watcher: select.epoll, link: LinkIn | LinkOut, events: int) -> None:
+        try:
+            watcher.register(link.fileno(), events)
+        except ValueError:  # closed: hands were being shaken when the pump was stopped
+            link.shut()
 
     def change(self, link: LinkOut, events: int) -> None:
         """From any thread: what a link waits for has changed."""
-        with contextlib.suppress(FileNotFoundError):  # not served yet: it will be, with its interest of then
+        # Not served yet: it will be, with its interest of then. Stopped: nobody waits any more.
+        with contextlib.suppress(FileNotFoundError, ValueError):
             self._outer.modify(link.fileno(), events)
 
     def busy(self, computing: bool) -> None:

@@ -1,0 +1,34 @@
+"""Real compute for the benches that lose nodes: a GPT of equal stages, where there is a core for each worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from benchmarks.job import LARGE, GPTSpec, even_cut
+from benchmarks.ours import job_of
+from culm.job import Job
+
+BLOCKS = 4
+"""Of a stage."""
+SPEC = replace(LARGE, micro_batch=2)
+"""Short enough steps that a run sees several losses."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Computed:
+    """A job of so many stages, as `Emulated` is one of layers that sleep."""
+
+    stages: int
+    micro_batches: int
+    """Of the whole step."""
+    steps: int
+    spec: GPTSpec = SPEC
+
+    def job(self) -> Job:
+        """As a user would write it."""
+        spec = replace(self.spec, blocks=BLOCKS * self.stages, micro_batches=self.micro_batches)
+        return replace(job_of(spec), steps=self.steps)
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        return tuple(part.start for part in even_cut(BLOCKS * self.stages + 2, self.stages)[1:])

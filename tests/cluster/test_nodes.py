@@ -1,0 +1,41 @@
+"""The nodes that a launcher provides, and what is said when none is left."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from culm.providers.base import Gone
+from culm.providers.nodes import Nodes
+
+
+def all_gone(out: Path | None) -> str:
+    """What a run is ended with when its one node is killed."""
+    said: list[str] = []
+
+    async def gone() -> Gone:
+        return Gone(0, -9)
+
+    run: Any = SimpleNamespace(
+        ended=False, alone=True, joined=lambda _: True, fail=said.append, setup=SimpleNamespace(nodes=1, out=out)
+    )
+    provider: Any = SimpleNamespace(gone=gone)
+    nodes = Nodes(run, provider)
+    nodes.there.add(0)
+    asyncio.run(nodes.watch())
+    (sentence,) = said
+    return sentence
+
+
+def test_when_nobody_is_left_it_is_said_how_to_go_on(tmp_path: Path) -> None:
+    for step in (2, 4):
+        (tmp_path / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+        (tmp_path / "checkpoints" / f"step-{step:08d}" / "manifest.json").write_text("{}")
+    assert all_gone(tmp_path).endswith(f"4 steps are saved, continue with --resume {tmp_path}")
+
+
+def test_when_nobody_is_left_and_nothing_was_saved_it_is_said_how_to_save(tmp_path: Path) -> None:
+    for out in (tmp_path, None):
+        assert "nothing of it was saved; --checkpoint-every N" in all_gone(out)
