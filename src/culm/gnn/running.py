@@ -118,13 +118,13 @@ class _Run:
         async with contextlib.AsyncExitStack() as stack:
             if wanted.dash:
                 self._watcher.told(f"the run is shown at {await stack.enter_async_context(served(render))}")
-            findings = await self._lead(leader, desk, intervals, render)
+            findings = await self._lead(leader, desk, meeting, intervals, render)
         await desk.close()
         return self._outcome(setup, findings, desk, intervals)
 
-    async def _lead(self, leader: Leader, desk: Desk, intervals: int, render: Render) -> Findings:
+    async def _lead(self, leader: Leader, desk: Desk, meeting: Meeting, intervals: int, render: Render) -> Findings:
         """The leader, and beside it whoever must go on while it does; the first to fail ends all."""
-        beside = [asyncio.create_task(desk.supply())]
+        beside = [asyncio.create_task(desk.supply()), asyncio.create_task(meeting.tend())]
         if self._wanted.out is not None and "://" not in self._wanted.out:
             beside.append(asyncio.create_task(kept_fresh(render, Storage(self._wanted.out), _PAGE)))
         if self._wanted.workers == "auto":
