@@ -296,6 +296,12 @@ def test_where_nobody_validates_the_last_weights_are_the_best() -> None:
         ({"latency_s": float("nan")}, "--latency is nan: give at least 0"),
         ({"worker_seconds": float("inf")}, "--worker-seconds is inf: give at least 5"),
         ({"host": "no such name"}, "--host 'no such name' is not known"),
+        ({"epochs": 2.5}, "--epochs is 2.5: give a whole number"),
+        ({"epochs": "5"}, "--epochs is '5': give a whole number"),
+        ({"seed": "a"}, "--seed is 'a': give a whole number"),
+        ({"hidden": "x"}, "--hidden is 'x': give a whole number"),
+        ({"workers": True}, "--workers True: give a number"),
+        ({"kills": "worker epoch=200"}, "--kill 'worker epoch=200'"),
         ({"parameter_servers": 9, "kills": ["parameter=2 epoch=0"]}, "--kill 'parameter=2 epoch=0': there are 2"),
     ],
 )

@@ -21,7 +21,7 @@ def array(name: str, given: Any) -> Array | None:
     """A dense array out of whatever holds numbers; None out of None. Raises UsageError where it is none."""
     if given is None:
         return None
-    if hasattr(given, "detach"):
+    if hasattr(given, "detach") and hasattr(given, "layout"):
         given = _from_torch(given)
     elif hasattr(given, "toarray"):
         given = given.toarray()

@@ -83,6 +83,12 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
 
+def check_whole(name: str, given: object) -> None:
+    """Raise UsageError for what is no whole number."""
+    if not isinstance(given, int) or isinstance(given, bool):
+        raise UsageError(f"--{name.replace('_', '-')} is {given!r}: give a whole number")
+
+
 def multiple(width: int, heads: int) -> int:
     """The width, or as little more as it takes for every head to have the same."""
     return -(-width // max(heads, 1)) * max(heads, 1)
@@ -107,6 +113,8 @@ def model_of(
     if isinstance(given, Model):
         found = given
     elif isinstance(given, str):
+        for name, number in (("layers", layers), ("hidden", hidden), ("heads", heads)):
+            check_whole(name, number)
         if layers < 1:
             raise UsageError(f"--layers {layers}: a model has at least one")
         kind: Any = given

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 import zipfile
 from pathlib import Path
@@ -206,7 +207,9 @@ def _square(shape: tuple[int, int]) -> int:
 
 
 def _pairs(source: Any) -> tuple[Array, Array]:
-    pairs = array("graph", source)
+    pairs = None
+    with contextlib.suppress(NotImplementedError):  # what PyG says of a HeteroData
+        pairs = array("graph", source)
     if pairs is None or pairs.ndim != 2 or 2 not in pairs.shape or not np.issubdtype(pairs.dtype, np.integer):
         raise UsageError(
             f"graph is a {type(source).__name__}: give a path, gen:..., a PyG Data, a SciPy sparse matrix, "

@@ -13,7 +13,7 @@ from culm.errors import UsageError
 from culm.gnn import faults, prepare
 from culm.gnn.board import MODES, Mode
 from culm.gnn.graph import VAL
-from culm.gnn.model import initial_weights
+from culm.gnn.model import check_whole, initial_weights
 from culm.gnn.price import prices_of
 from culm.observe.folder import vacant
 
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from culm.gnn.model import Model
     from culm.gnn.program import Place
     from culm.gnn.shelf import Adam
+
+
+_SECONDS = ("latency_s", "worker_seconds")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +68,11 @@ class Request:
         least |= {"evaluate_every": 1, "checkpoint_every": 1, "intervals": 1, "threads": 1, "worker_seconds": 5}
         for name, low in least.items():
             given = getattr(self, name)
+            if given is not None and name not in _SECONDS:
+                check_whole(name, given)
             if given is not None and not low <= given < math.inf:
                 raise UsageError(f"--{name.removesuffix('_s').replace('_', '-')} is {given}: give at least {low}")
+        check_whole("seed", self.seed)
         _check_host(self.host)
         for name, given in (("lr", self.adam.lr), ("weight_decay", self.adam.weight_decay)):
             if not (math.isfinite(given) and given >= 0):
@@ -79,7 +85,7 @@ class Request:
             raise UsageError(
                 f"--servers {self.servers} for {self.graph.vertices} vertices: a server needs at least one, use fewer"
             )
-        if self.workers != "auto" and (not isinstance(self.workers, int) or self.workers < 1):
+        if self.workers != "auto" and (type(self.workers) is not int or self.workers < 1):
             raise UsageError(f"--workers {self.workers!r}: give a number of at least 1, or auto")
         if self.edges not in (None, "worker", "server"):
             raise UsageError(f"edges is {self.edges!r}: give worker or server, or nothing to decide by size")
