@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from culm.cluster.setup import Request
 from culm.errors import UsageError
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from culm.job import Hook
 
 T = TypeVar("T")
+Place: TypeAlias = "str | os.PathLike[str]"
+"""A folder or a file, or for a run folder a URL."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,8 @@ class Summary:
     out: str | None = None
 
     def __getattr__(self, name: str) -> Any:
+        if name == "fields":  # a copy that is being made has none yet
+            raise AttributeError(name)
         try:
             return self.fields[name]
         except KeyError:
@@ -59,12 +64,12 @@ def train(
     schedule: str = "1f1b",
     strategy: str = "auto",
     reconfigure: str = "cost",
-    out: str | None = None,
-    resume: str | None = None,
+    out: Place | None = None,
+    resume: Place | None = None,
     checkpoint_every: int = 0,
     keep_last: int = 2,
     memory: int | None = None,
-    profile: str | None = None,
+    profile: Place | None = None,
     nursery: LocalNursery | None = None,
 ) -> Summary:
     """Train a job (a Job, a function that returns one, or "FILE:function") on local nodes and wait for the end.
@@ -72,11 +77,12 @@ def train(
     `Job.on_step` is called in this process. Raises UsageError before anything starts if the request is wrong, RunError
     if the run fails; nothing is left running either way. A `nursery` that is passed in is used and left open.
     """
-    described = call(job) if isinstance(job, str) else job if isinstance(job, Job) else job()
+    described = call(job) if isinstance(job, str) else job() if callable(job) else job
     if not isinstance(described, Job):
         raise UsageError(
             f"culm.train was given a {type(described).__name__}: pass a culm.Job or a function that returns one"
         )
+    out, resume, profile = (None if place is None else os.fspath(place) for place in (out, resume, profile))
     request = Request(
         pipelines=pipelines,
         stages=stages,

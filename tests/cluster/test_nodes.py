@@ -18,8 +18,9 @@ def all_gone(out: Path | None) -> str:
     async def gone() -> Gone:
         return Gone(0, -9)
 
+    setup = SimpleNamespace(nodes=1, out=out)
     run: Any = SimpleNamespace(
-        ended=False, alone=True, joined=lambda _: True, fail=said.append, setup=SimpleNamespace(nodes=1, out=out)
+        ended=False, alone=True, epoch="the first", joined=lambda _: True, fail=said.append, setup=setup
     )
     provider: Any = SimpleNamespace(gone=gone)
     nodes = Nodes(run, provider)

@@ -82,14 +82,14 @@ class Request:
 def _known(option: str, value: str, known: Iterable[str]) -> None:
     names = tuple(known)
     if value not in names:
-        close = difflib.get_close_matches(value.lower(), names, n=1)
+        close = difflib.get_close_matches(str(value).lower(), names, n=1)
         hint = f"did you mean {close[0]}?" if close else f"use {' or '.join(names)}"
         raise UsageError(f"this version has no --{option} {value!r}: {hint}")
 
 
-def _at_least(least: int, field: str, value: int | None) -> None:
-    if value is not None and value < least:
-        raise UsageError(f"--{field.replace('_', '-')} is {value}: use a whole number of at least {least}")
+def _at_least(least: int, field: str, value: object) -> None:
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+        raise UsageError(f"--{field.replace('_', '-')} is {value!r}: use a whole number of at least {least}")
 
 
 class Setup(msgspec.Struct, frozen=True):

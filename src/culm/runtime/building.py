@@ -32,7 +32,7 @@ async def built(
     it: it draws from the generators that everything else draws from, too."""
     spans = {g: range(*span) for g, span in enumerate(segments) if g % stages == stage}
     building = asyncio.ensure_future(clock.aside(Holding, job, stage, spans, device, version))
-    building.add_done_callback(lambda made: made.exception())  # who was cancelled does not ask for it
+    building.add_done_callback(lambda made: made.cancelled() or made.exception())  # who was cancelled does not ask
     try:
         return await asyncio.shield(building)
     finally:
