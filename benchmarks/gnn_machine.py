@@ -1,6 +1,7 @@
 """`python -m benchmarks.gnn_machine`: what a machine of many cores shows of culm.gnn, within so many seconds.
 
 scaling   time per epoch over 1, 2, 4, 8 and 16 cores
+ceiling   the same kernels as so many independent processes: what the machine itself allows
 rows      beside PyG on the whole graph and beside sampled mini-batches, all cores, one round
 latency   no pipelining, pipe and async with far workers; the modes at the same time, each on cores of its own
 large     the largest graph that an estimate says there is memory and time for: time per epoch, and memory
@@ -20,6 +21,7 @@ from typing import Any
 
 from benchmarks import gnn
 from benchmarks.gnn_case import Case, Request
+from benchmarks.gnn_ceiling import ceiling
 from benchmarks.gnn_sides import available, side_by_side, train, train_watched
 from culm.gnn import memory
 
@@ -31,7 +33,7 @@ SECONDS_PER_EDGE = 1.6e-6
 BYTES_PER_EDGE = 60
 BYTES_PER_FEATURE = 4 * 3.5
 """Features lie in the process that cuts, in that of the server, and in the file between them."""
-PARTS = ("scaling", "rows", "latency", "large")
+PARTS = ("scaling", "ceiling", "rows", "latency", "large")
 
 
 def cases(scale: int) -> dict[str, Case]:
@@ -41,6 +43,11 @@ def cases(scale: int) -> dict[str, Case]:
         "rows": Case(graph=f"gen:rmat,scale={scale},degree=16,features=128", hidden=64, epochs=20),
         "latency": Case(graph=f"gen:rmat,scale={scale - 2},degree=16,features=128", hidden=64, epochs=16),
     }
+
+
+def share(scale: int) -> tuple[int, ...]:
+    """A sixteenth of the graph of `scaling`: vertices, degree, features, hidden width, classes."""
+    return max(1, 2 ** (scale + 1) // 16), 16, 128, 64, 8
 
 
 def far(case: Case, cores: int) -> list[gnn.Far]:
@@ -95,6 +102,7 @@ def main(given: Sequence[str] | None = None) -> None:
     run = cases(asked.scale)
     work: dict[str, Callable[[], Any]] = {
         "scaling": lambda: gnn.scaling(run["scaling"], cores, train),
+        "ceiling": lambda: ceiling(share(asked.scale), cores=cores),
         "rows": lambda: gnn.compared(run["rows"], ROWS, cores=cores, rounds=1, side=train),
         "latency": lambda: far(run["latency"], cores),
         "large": lambda: large(asked.features, asked.seconds - (time.monotonic() - began), cores),

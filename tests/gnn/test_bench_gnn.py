@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 pytest.importorskip("torch_geometric")
 from benchmarks.gnn_case import Case, Curve, Request
 
-from benchmarks import gnn, gnn_accuracy, gnn_machine, gnn_ours, gnn_peers, gnn_sides
+from benchmarks import gnn, gnn_accuracy, gnn_ceiling, gnn_machine, gnn_ours, gnn_peers, gnn_sides
 from culm.errors import RunError
 from culm.gnn.graph import TRAIN
 from culm.gnn.ledger import Evaluation
@@ -268,3 +268,17 @@ def test_trainings_side_by_side_come_back_in_order_and_share_no_core(monkeypatch
     monkeypatch.setattr(gnn_sides, "train", side)
     asked = [Request(system="culm-sync", case=TINY, cores=2, seed=n) for n in range(20)]
     assert [curve.seconds[0] for curve in gnn_sides.side_by_side(asked)] == list(range(20))
+
+
+@pytest.mark.real
+def test_the_ceiling_counts_what_all_processes_do_together() -> None:
+    found = gnn_ceiling.ceiling((50, 4, 8, 4, 3), cores=2, seconds=0.01)
+    assert [(one["kernel"], one["processes"]) for one in found] == [
+        (kernel, count) for kernel in ("gather", "dense") for count in (1, 2)[: gnn_sides.available()]
+    ]
+    assert all(one["per_s"] > 0 for one in found)
+
+
+def test_a_ceiling_is_judged_by_what_one_process_does() -> None:
+    found = gnn_ceiling.compared({"dense": [(1, 50.0), (2, 90.0), (4, 100.0)]})
+    assert [one["speedup"] for one in found] == [1.0, 1.8, 2.0]

@@ -19,7 +19,8 @@ SMALL = "gen:sbm,vertices=60,classes=3,features=6"
 PROMISED = ("steps", "samples", "samples_expected", "samples_lost", "samples_duplicated", "wall_s", "goodput",
             "final_loss", "weights_sha256", "preemptions", "recoveries", "cost_usd", "epochs",
             "test_accuracy", "val_accuracy",
-            "time_per_epoch_s", "relaunches", "value")  # fmt: skip
+            "time_per_epoch_s", "relaunches", "value", "pipelines", "stages", "schedule", "exact",
+            "checkpoints")  # fmt: skip
 
 
 def culm(*words: str) -> int:
@@ -34,10 +35,13 @@ def test_json_is_alone_on_stdout_and_the_folder_holds_what_is_promised(
 ) -> None:
     out = tmp_path / "run"
     words = ["--epochs", "6", "--evaluate-every", "3", "--mode", "async", "--staleness", "1", "--workers", "2"]
+    words += ["--checkpoint-every", "2"]
     assert culm("--graph", SMALL, *words, "--out", str(out), "--json") == 0
     summary = json.loads(capsys.readouterr().out)
     assert [name for name in PROMISED if name not in summary] == []
     assert summary == json.loads((out / "summary.json").read_text())
+    assert summary["checkpoints"]
+    assert set(summary["checkpoints"]) <= {2, 4, 6}
     steps = [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == list(range(6))
     assert set(steps[0]) == {"step", "loss", "samples", "t"}
@@ -66,7 +70,10 @@ def test_the_table_says_accuracy_cost_and_that_everything_counted_once(capsys: p
         (["--graph", SMALL, "--workers", "0"], "--workers 0: give a number of at least 1"),
         (["--graph", SMALL, "--servers", "61"], "--servers 61 for 60 vertices"),
         (["--graph", SMALL, "--servers", "0"], "--servers is 0: give at least 1"),
-        (["--graph", SMALL, "--heads", "3", "--model", "gat"], "--hidden 64 is no multiple of --heads 3"),
+        (
+            ["--graph", SMALL, "--heads", "3", "--model", "gat", "--hidden", "64"],
+            "--hidden 64 is no multiple of --heads 3",
+        ),
         (["--graph", SMALL, "--launcher", "post"], "no launcher 'post'"),
         (["--graph", SMALL, "--instance", "z9.tiny"], "'z9.tiny'"),
         (["--graph", SMALL, "--kill", "cat"], "--kill 'cat'"),
@@ -106,11 +113,15 @@ def test_a_page_escapes_what_it_shows_and_needs_no_points() -> None:
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_everything_that_was_started(number: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "under"),
+    [(signal.SIGINT, []), (signal.SIGTERM, []), (signal.SIGTERM, ["sh", "-c", "trap '' INT; exec \"$@\"", "sh"])],
+    ids=["ctrl-c", "terminated", "terminated in the background of a script, where ctrl-c is ignored"],
+)
+def test_a_signal_ends_everything_that_was_started(number: signal.Signals, under: list[str], tmp_path: Path) -> None:
     words = ["--graph", SMALL, "--epochs", "100000", "--out", str(tmp_path / "run")]
     process = subprocess.Popen(
-        [sys.executable, "-m", "culm", "gnn", "run", *words],
+        [*under, sys.executable, "-m", "culm", "gnn", "run", *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

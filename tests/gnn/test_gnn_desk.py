@@ -10,8 +10,10 @@ import pytest
 
 from culm.errors import RunError
 from culm.gnn import desk as room
+from culm.gnn import messages as say
 from culm.gnn.desk import Desk
 from culm.gnn.launch.base import Ticket
+from culm.gnn.link import Link, dial
 
 
 @dataclass
@@ -78,3 +80,29 @@ def test_workers_that_do_not_call_in_time_are_asked_for_again(clock: Clock) -> N
 def test_a_run_without_any_worker_ends_with_a_sentence(clock: Clock) -> None:
     with pytest.raises(RunError, match=r"no worker has called for 120 s: check that the slow launcher"):
         asyncio.run(supplied(Slow(clock, seconds=0.0), seconds_a_look=10.0, looks=20))
+
+
+def test_a_worker_that_goes_when_it_is_sent_home_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def sent_home() -> int:
+        found, gone = Desk("r1", "token", Slow(Clock(), 0.0), 1, seconds=60, told=lambda **_: None), asyncio.Event()
+
+        async def goes_first(link: Link) -> None:
+            """The worker has hung up, and the desk knows, before the desk does."""
+            del link
+            await gone.wait()
+            for _ in range(5):
+                await asyncio.sleep(0)
+
+        def heard(link: Link, message: say.Message, tensors: object) -> None:
+            link.close()
+            gone.set()
+
+        monkeypatch.setattr(Link, "drained", goes_first)
+        worker = await dial(found.address, "token", "worker w1 r1", heard, lambda _: None)
+        worker.send(say.Hello(1, "here"))
+        while len(found) == 0:
+            await asyncio.sleep(0)
+        await found.close()
+        return found.lost
+
+    assert asyncio.run(sent_home()) == 0

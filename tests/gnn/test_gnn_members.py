@@ -157,3 +157,24 @@ def test_a_wrong_etcd_is_refused_in_one_sentence(given: str | None, options: dic
 def test_the_password_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CULM_ETCD_PASSWORD", "word")
     assert access_of("http://here", user="me") == Access(endpoints=("http://here:2379",), user="me", password="word")
+
+
+@pytest.mark.real
+def test_a_private_etcd_that_dies_is_started_again_and_nothing_is_learned_differently(
+    monkeypatch: pytest.MonkeyPatch, calm: Result
+) -> None:
+    stores: list[int] = []
+    start = PrivateEtcd.start
+
+    async def started(etcd: PrivateEtcd) -> None:
+        await start(etcd)
+        stores.append(etcd.pid)
+
+    def heard(done: Epoch, at: float) -> None:
+        if done.epoch == 5:
+            os.kill(stores[0], signal.SIGKILL)
+
+    monkeypatch.setattr(PrivateEtcd, "start", started)
+    result = run(watcher=Watcher(epoch=heard))
+    assert len(set(stores)) == 2
+    assert result.losses == calm.losses

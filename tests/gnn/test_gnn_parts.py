@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, cast
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import pytest
 import torch
+from tests.gnn.house import small_graph
 from tests.gnn.peer import pyg
 
 if TYPE_CHECKING:
     from culm.gnn.link import Link
 
 from culm.errors import UsageError
-from culm.gnn import faults
+from culm.gnn import faults, train
 from culm.gnn.arena import Arena, mapped
 from culm.gnn.board import Pass, Task, passes
+from culm.gnn.graph import TRAIN
 from culm.gnn.lead import newest_common
-from culm.gnn.ledger import Evaluation, exhausted
-from culm.gnn.model import Model, initial_weights, model_of, state_dict
+from culm.gnn.ledger import Evaluation, Ledger, exhausted
+from culm.gnn.model import Model, initial_weights, model_of, multiple, shape_of, state_dict
 from culm.gnn.recoveries import Recoveries
 from culm.gnn.seats import Seats
 from culm.gnn.shelf import Adam, Shelf
@@ -165,7 +169,11 @@ def test_kills_are_read_and_chaos_is_a_function_of_its_seed() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["server=2 epoch=1", "server=0 epoch=10", "server epoch=1", "cat epoch=1", "worker at=1"]
+    "text",
+    [
+        *("server=2 epoch=1", "server=0 epoch=10", "server epoch=1", "cat epoch=1", "worker at=1", "worker=2 epoch=1"),
+        *("chaos", "chaos workers=0", "chaos epoch=3", "worker workers=2", "parameter=1 epoch=1", ""),
+    ],
 )
 def test_a_kill_that_makes_no_sense_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="--kill"):
@@ -267,3 +275,56 @@ def test_a_sign_without_a_loss_is_no_recovery() -> None:
     made.decided(2.0, version=0, reached=0)
     made.moved(3.0)
     assert made.rows(4.0) == []
+
+
+@pytest.mark.parametrize(("heads", "width"), [(1, 64), (3, 66), (8, 64), (0, 64)])
+def test_a_width_that_nobody_gave_suits_any_number_of_heads(heads: int, width: int) -> None:
+    assert multiple(64, heads) == width
+
+
+def test_where_nobody_validates_the_last_weights_are_the_best() -> None:
+    nothing = float("nan")
+    ledger = Ledger(1, 1, passes(3, 1), evaluations={e: Evaluation(e, 0.5, nothing, nothing) for e in range(3)})
+    assert ledger.best is not None
+    assert ledger.best.epoch == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"patience": 2}, "--patience 2 without a vertex to validate on"),
+        ({"latency_s": float("nan")}, "--latency is nan: give at least 0"),
+        ({"worker_seconds": float("inf")}, "--worker-seconds is inf: give at least 5"),
+        ({"host": "no such name"}, "--host 'no such name' is not known"),
+        ({"epochs": 2.5}, "--epochs is 2.5: give a whole number"),
+        ({"epochs": "5"}, "--epochs is '5': give a whole number"),
+        ({"seed": "a"}, "--seed is 'a': give a whole number"),
+        ({"hidden": "x"}, "--hidden is 'x': give a whole number"),
+        ({"workers": True}, "--workers True: give a number"),
+        ({"kills": "worker epoch=200"}, "--kill 'worker epoch=200'"),
+        ({"parameter_servers": 9, "kills": ["parameter=2 epoch=0"]}, "--kill 'parameter=2 epoch=0': there are 2"),
+    ],
+)
+def test_a_request_that_would_run_into_nothing_is_refused_before_it_starts(
+    options: dict[str, Any], sentence: str
+) -> None:
+    graph = small_graph()
+    learned = replace(graph, roles=np.where(graph.roles == TRAIN, TRAIN, 0).astype(np.uint8))
+    with pytest.raises(UsageError) as refused:
+        train(learned, "gcn", **options)
+    assert sentence in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"act": "elu"}, "model has act=ELU: only act=ReLU can be trained here"),
+        ({"norm": "batch_norm"}, "model has norm=batch_norm"),
+        ({"jk": "cat"}, "model has jk=cat"),
+        ({"improved": True}, "model has improved=True"),
+        ({"bias": False}, "model has bias=False"),
+    ],
+)
+def test_what_pyg_can_do_and_this_can_not_is_refused_and_not_left_out(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        shape_of(pyg("nn").GCN(5, 8, 2, 3, **options))

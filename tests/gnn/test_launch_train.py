@@ -38,9 +38,12 @@ class Invocations:
 
     def __init__(self) -> None:
         self._started: list[asyncio.subprocess.Process] = []
+        self.hosts: set[str] = set()
+        """Where workers were told to call."""
 
     async def launch(self, ticket: Ticket, count: int) -> None:
         env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        self.hosts.add(ticket.host)
         for _ in range(count):
             event = json.dumps(asdict(ticket))
             self._started.append(await asyncio.create_subprocess_exec(sys.executable, "-c", INVOKED, event, env=env))
@@ -50,8 +53,9 @@ class Invocations:
         self.codes = [await asyncio.wait_for(process.wait(), 60) for process in self._started]
 
 
-def losses(launcher: str | Launcher) -> list[float]:
-    made: Any = train(GRAPH, "gcn", epochs=3, dropout=0.0, workers=2, launcher=launcher, seed=1)
+def losses(launcher: str | Launcher, **options: Any) -> list[float]:
+    made: Any = train(GRAPH, "gcn", epochs=3, dropout=0.0, workers=2, launcher=launcher, seed=1, **options)
+    assert made.summary["workers_lost"] == 0
     assert made.summary["launcher"] in ("local", "ray", "lambda")
     return list(made.losses)
 
@@ -66,7 +70,8 @@ def test_workers_behind_the_lambda_handler_train_like_local_ones_and_end_by_them
     local: list[float],
 ) -> None:
     invocations = Invocations()
-    assert losses(invocations) == local
+    assert losses(invocations, host="127.0.0.2") == local
+    assert invocations.hosts == {"127.0.0.2"}
     assert invocations.codes == [0] * len(invocations.codes) and len(invocations.codes) >= 2
 
 

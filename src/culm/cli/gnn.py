@@ -109,6 +109,8 @@ def terminable() -> Iterator[None]:
     def stop(number: int, frame: object) -> None:
         del frame
         heard.append(number)
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a script's background job, which Ctrl-C must not reach
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.raise_signal(signal.SIGINT)
 
     before = signal.signal(signal.SIGTERM, stop)

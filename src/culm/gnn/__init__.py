@@ -3,7 +3,8 @@
 From the ground up; a file imports only from files above it:
 
     sparse                              sums over neighbours
-    graph, memory, generate, readers    a graph to learn on, from files, generators, other libraries
+    arrays, graph, memory, generate, readers
+                                        a graph to learn on, from files, generators, other libraries
     partition, files                    cut by METIS into parts with ghosts and intervals; parts as files
     model, program                      GCN and GAT; a pass as a list of steps
     dense, compute                      the arithmetic: AV and AE; one task from inputs to result

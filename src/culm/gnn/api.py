@@ -14,7 +14,7 @@ from culm.gnn.launch import launcher as launchers
 from culm.gnn.launch.base import Launcher
 from culm.gnn.ledger import Evaluation
 from culm.gnn.meeting import access_of
-from culm.gnn.model import Model, model_of, state_dict
+from culm.gnn.model import Model, check_whole, model_of, multiple, state_dict
 from culm.gnn.program import Place
 from culm.gnn.readers import as_graph
 from culm.gnn.request import Request, mode_of
@@ -99,14 +99,14 @@ def train(
     evaluate_every: int = 10,
     patience: int = 0,
     checkpoint_every: int = 10,
-    kills: Sequence[str] = (),
+    kills: str | Sequence[str] = (),
     instance: str = "c5n.2xlarge",
     etcd: str | Access | None = None,
     suspect_after: float = 10.0,
     dash: bool = False,
     symmetrize: bool = False,
     split_seed: int = 0,
-    out: str | None = None,
+    out: str | Path | None = None,
     watcher: Watcher | None = None,
     **parts: Any,
 ) -> Result:
@@ -134,19 +134,22 @@ def train(
     if normalize if normalize is not None else (isinstance(graph, (str, Path)) and not pyg):
         found = found.normalised()
     default_hidden, default_heads = _KIND_DEFAULTS.get(model if isinstance(model, str) else "", (16, 1))
+    heads = default_heads if heads is None else heads
+    check_whole("heads", heads)
     shape = model_of(
         model,
         width=found.width,
         classes=found.classes,
         layers=layers,
-        hidden=default_hidden if hidden is None else hidden,
-        heads=default_heads if heads is None else heads,
+        hidden=multiple(default_hidden, heads) if hidden is None else hidden,
+        heads=heads,
         dropout=dropout,
         input_dropout=input_dropout,
         attention_dropout=attention_dropout,
     )
     if pyg and init is None:
         init = model.state_dict()
+    out = None if out is None else str(out)
     wanted = Request(
         graph=found,
         model=shape,
@@ -169,7 +172,7 @@ def train(
         evaluate_every=evaluate_every,
         patience=patience,
         checkpoint_every=checkpoint_every,
-        kills=tuple(kills),
+        kills=(kills,) if isinstance(kills, str) else tuple(kills),
         instance=instance,
         etcd=access_of(etcd),
         suspect_after=suspect_after,

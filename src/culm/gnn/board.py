@@ -96,6 +96,7 @@ class Board:
         self._walks = {train: walk(model, train=train, edges=edges) for train in (True, False)}
         self._server = server
         self._intervals = [_Interval(start) for _ in feeds]
+        self._last: tuple[int, int] | None = None
         self._feeds = Feeds(feeds, server)
         self._slowest: dict[int, int] = {other: start for other in range(servers) if other != server}
         self._versions: dict[int, int] = {}
@@ -120,7 +121,7 @@ class Board:
     def ready(self, place: Place) -> Iterator[Task]:
         """All tasks that may start there now, oldest first: those to be run again before all others."""
         yield from sorted(t for t in self._again if self.step(t).place == place)
-        for interval in sorted(range(len(self._intervals)), key=lambda i: (*self._position(i), i)):
+        for interval in sorted(range(len(self._intervals)), key=self._turn):
             task = self._task(interval)
             if task is None or task in self._running or task in self._again:
                 continue
@@ -132,10 +133,7 @@ class Board:
         step, now = self.step(task), self.plan[task.number]
         if now.number >= self._permitted:
             return f"pass {now.number} is not permitted yet"
-        if self._mode == "sync" and min(self._position(i) for i in range(len(self._intervals))) < (
-            task.number,
-            task.at,
-        ):
+        if self._mode == "sync" and self._furthest_behind < (task.number, task.at):
             return "another interval is still at the step before"
         if (self._mode == "async" and (task.at == 0 or step.gathers)) and now.number - self.slowest > self._staleness:
             return f"the slowest interval is {now.number - self.slowest} passes behind, {self._staleness} are allowed"
@@ -208,7 +206,14 @@ class Board:
 
     @property
     def own_slowest(self) -> int:
-        return min(i.number for i in self._intervals)
+        return self._furthest_behind[0]
+
+    @property
+    def _furthest_behind(self) -> tuple[int, int]:
+        """Where the last of the intervals is: asked for with every task, and looked for only when one has moved."""
+        if self._last is None:
+            self._last = min(map(self._position, range(len(self._intervals))))
+        return self._last
 
     @property
     def finished(self) -> bool:
@@ -259,7 +264,7 @@ class Board:
         return True
 
     def _advance(self, task: Task) -> None:
-        mine = self._intervals[task.interval]
+        mine, self._last = self._intervals[task.interval], None
         mine.at += 1
         if mine.at == len(self._walks[self.plan[task.number].train]):
             mine.number, mine.at = mine.number + 1, 0
@@ -327,6 +332,13 @@ class Board:
     def _launch_again(self, tasks: Sequence[Task]) -> None:
         self._again.update(tasks)
         self.relaunches += len(tasks)
+
+    def _turn(self, interval: int) -> tuple[int, int, int]:
+        """The oldest pass first. Within it whoever is furthest behind, so that rows are fresh when they are gathered;
+        but where intervals may be in different passes, whoever is furthest ahead: all of them at the same step would
+        all wait for far workers at the same time."""
+        number, at = self._position(interval)
+        return number, -at if self._staleness else at, interval
 
     def _position(self, interval: int) -> tuple[int, int]:
         mine = self._intervals[interval]

@@ -67,6 +67,11 @@ class Desk:
         self.lost = 0
 
     @property
+    def address(self) -> str:
+        """Where it is called."""
+        return self._listener.address
+
+    @property
     def refused(self) -> int:
         """Callers without the token, or of another run."""
         return self._listener.refused
@@ -168,10 +173,12 @@ class Desk:
             self._told(kind="worker-lost", worker=link.name)
 
     async def close(self) -> None:
-        """Send everyone home."""
-        for worker in self._workers.values():
+        """Send everyone home. Whoever goes now is not lost."""
+        going, self._workers = list(self._workers.values()), {}
+        for worker in going:
             worker.link.send(say.Stop())
-        await asyncio.gather(*(w.link.drained() for w in self._workers.values()))
-        for worker in self._workers.values():
+            self._lived += time.monotonic() - worker.since
+        await asyncio.gather(*(worker.link.drained() for worker in going))
+        for worker in going:
             worker.link.close()
         self._listener.close()

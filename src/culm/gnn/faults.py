@@ -32,31 +32,34 @@ class Kill(NamedTuple):
 
 def parse(text: str, servers: int, parameter_servers: int, epochs: int, seed: int = 0) -> list[Kill]:
     """The kills that a description stands for. Raises UsageError for one that makes no sense."""
-    kind, *rest = text.split()
-    kind, _, number = kind.partition("=")
-    options = _options(text, rest)
-    if kind == "chaos":
+    what, *rest = text.split() or [""]
+    kind, _, number = what.partition("=")
+    options = _options(text, rest, ("workers", "servers") if kind == "chaos" else ("epoch",))
+    if what == "chaos" and any(options.values()):
         draw = random.Random(seed)
         workers = [Kill(draw.randrange(epochs), "worker") for _ in range(options.get("workers", 0))]
         return workers + [Kill(draw.randrange(epochs), "server") for _ in range(options.get("servers", 0))]
-    seats = {"worker": 1 << 30, "server": servers, "parameter": parameter_servers}
-    if kind not in seats or not 0 <= options.get("epoch", -1) < epochs or (kind != "worker" and not number.isdecimal()):
+    seats = {"server": ("graph", servers), "parameter": ("parameter", parameter_servers)}
+    numbered = kind in seats and number.isdecimal()
+    if not (what == "worker" or numbered) or not 0 <= options.get("epoch", -1) < epochs:
         raise UsageError(
-            f"--kill {text!r}: write 'worker epoch=5', 'server=1 epoch=5' or 'parameter=0 epoch=5', "
-            f"with an epoch below {epochs}"
+            f"--kill {text!r}: write 'worker epoch=5', 'server=1 epoch=5', 'parameter=0 epoch=5', with an epoch "
+            f"below {epochs}, or 'chaos workers=9 servers=1'"
         )
-    if number and int(number) >= seats[kind]:
-        raise UsageError(f"--kill {text!r}: there are {seats[kind]}, counted from 0")
-    role = {"server": "graph", "parameter": "parameter"}.get(kind)
-    return [Kill(options["epoch"], "worker" if role is None else f"{role}-{number}")]
+    if what == "worker":
+        return [Kill(options["epoch"], "worker")]
+    role, count = seats[kind]
+    if int(number) >= count:
+        raise UsageError(f"--kill {text!r}: there are {count}, counted from 0")
+    return [Kill(options["epoch"], f"{role}-{number}")]
 
 
-def _options(text: str, words: Sequence[str]) -> dict[str, int]:
+def _options(text: str, words: Sequence[str], known: Sequence[str]) -> dict[str, int]:
     found = {}
     for word in words:
         name, _, value = word.partition("=")
-        if name not in ("epoch", "workers", "servers") or not value.isdecimal():
-            raise UsageError(f"--kill {text!r} has {word!r}: write epoch=N (or, after chaos, workers=N servers=N)")
+        if name not in known or not value.isdecimal():
+            raise UsageError(f"--kill {text!r} has {word!r}: write {' '.join(f'{k}=N' for k in known)}")
         found[name] = int(value)
     return found
 

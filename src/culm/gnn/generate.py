@@ -11,6 +11,7 @@ through noise; under stochastic blocks neighbours mostly share the class and fea
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -70,9 +71,10 @@ def parse(source: str) -> tuple[str, dict[str, float]]:
 def _check(source: str, options: Mapping[str, float]) -> None:
     for name, value in options.items():
         low = {"seed": 0, "noise": 0, "inside": 0, "classes": 2}.get(name, 1)
-        high = {"scale": 40, "inside": 1}.get(name, float("inf"))
+        high = {"scale": 40, "inside": 1}.get(name, sys.float_info.max)
         if not low <= value <= high or (name not in ("noise", "inside") and value != int(value)):
-            raise UsageError(f"--graph {source!r} has {name}={value:g}: give a number from {low} to {high:g}")
+            known = f"from {low} to {high:g}" if high < sys.float_info.max else f"of at least {low}"
+            raise UsageError(f"--graph {source!r} has {name}={value:g}: give a number {known}")
     vertices = options.get("vertices", 2 ** options.get("scale", 0))
     if vertices < 3 * options["classes"]:
         raise UsageError(f"--graph {source!r} has {vertices:g} vertices for {options['classes']:g} classes: give more")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from culm.errors import UsageError
+from culm.gnn.arrays import features_of, labels_of, mask_of
 
 if TYPE_CHECKING:
     from typing import Any
@@ -103,12 +104,12 @@ def from_edges(
         )
     if labels is None:
         raise UsageError(f"{name} has no labels: give a class for every vertex, -1 where it is unknown")
+    features, labels = features_of(features), labels_of(labels)
     ends = np.asarray(sources, np.int64), np.asarray(targets, np.int64)
     indptr, indices = csr(*ends, vertices, symmetrize=symmetrize)
-    labels = np.asarray(labels).astype(np.int64, copy=False)
     if roles is None:
         roles = split(labels, split_seed)
-    return Graph(indptr, indices, np.ascontiguousarray(features, np.float32), labels, np.asarray(roles, np.uint8), name)
+    return Graph(indptr, indices, features, labels, np.asarray(roles, np.uint8), name)
 
 
 def split(labels: Array, seed: int) -> Array:
@@ -127,7 +128,7 @@ def split(labels: Array, seed: int) -> Array:
 
 def roles_of(vertices: int, train: Array, val: Array, test: Array) -> Array:
     """Roles out of three sets of vertices, as masks or as indices. Raises UsageError where two of them overlap."""
-    masks = {name: _mask(name, given, vertices) for name, given in (("train", train), ("val", val), ("test", test))}
+    masks = {name: mask_of(name, given, vertices) for name, given in (("train", train), ("val", val), ("test", test))}
     roles = np.zeros(vertices, np.uint8)
     for (name, mask), bit in zip(masks.items(), (TRAIN, VAL, TEST), strict=True):
         if (roles[mask] != 0).any():
@@ -138,20 +139,6 @@ def roles_of(vertices: int, train: Array, val: Array, test: Array) -> Array:
             )
         roles[mask] = bit
     return roles
-
-
-def _mask(name: str, given: Array, vertices: int) -> Array:
-    given = np.asarray(given)
-    if given.dtype == bool:
-        _check_rows(f"the {name} mask", given, vertices)
-        return given
-    if given.size and not np.issubdtype(given.dtype, np.integer):
-        raise UsageError(f"the {name} set holds {given.dtype}: give a mask, or vertex numbers")
-    if given.size and (given.min() < 0 or given.max() >= vertices):
-        raise UsageError(f"the {name} set names vertex {given.max()}, and the graph has {vertices}: number them from 0")
-    mask = np.zeros(vertices, bool)
-    mask[given.astype(np.int64)] = True
-    return mask
 
 
 def csr(sources: Array, targets: Array, vertices: int, *, symmetrize: bool) -> tuple[Array, Array]:

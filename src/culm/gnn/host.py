@@ -17,7 +17,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: threads tha
 import torch
 
 with contextlib.suppress(ImportError):  # here, since processes are forked out of one that has imported this file
-    pass
+    import culm.cluster.etcd  # noqa: F401 - a store may do without
 from culm.errors import RunError
 from culm.gnn.meeting import attend
 from culm.gnn.parameters import ParameterSession

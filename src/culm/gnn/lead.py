@@ -47,6 +47,8 @@ class Findings:
     generations: int = 0
     stopped: str = ""
     recoveries: Recoveries = field(default_factory=Recoveries)
+    checkpoints: list[int] = field(default_factory=list)
+    """Versions that every parameter server has saved, one after the other."""
 
 
 class Leader:
@@ -77,6 +79,7 @@ class Leader:
         self._saved: dict[str, dict[int, str]] = {}
         self._losses_in_a_row = 0
         self._beside: set[asyncio.Task[None]] = set()
+        self._failed: BaseException | None = None
         self._looked_at = float("-inf")
         self._held: Callable[[int], bool] = lambda _: False
         self._open: Evaluation | None = None
@@ -89,6 +92,8 @@ class Leader:
         heeding, over = asyncio.create_task(self._heed_all()), asyncio.create_task(self._over.wait())
         try:
             await asyncio.wait([heeding, over], return_when=asyncio.FIRST_COMPLETED)
+            if self._failed is not None:
+                raise self._failed
             if heeding.done():
                 heeding.result()  # raises what went wrong
         finally:
@@ -116,7 +121,7 @@ class Leader:
         if kind == "seats":
             await self._seat(rest, value)
         elif kind == "saved" and value is not None:
-            self._saved[rest] = unpack(value, dict[int, str])
+            self._save(rest, unpack(value, dict[int, str]))
         elif kind == "members" and value is not None:
             await self._member(rest, unpack(value, Member))
         elif kind == "broken" and rest == str(self._generation.number) and value is not None:
@@ -157,7 +162,15 @@ class Leader:
     def _keep(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
         self._beside.add(task)
-        task.add_done_callback(self._beside.discard)
+        task.add_done_callback(self._ended_beside)
+
+    def _ended_beside(self, task: asyncio.Task[None]) -> None:
+        """What goes wrong beside the leader ends the run, too."""
+        self._beside.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._failed = error
+            self._over.set()
 
     def _suspect(self, why: str) -> None:
         """A connection broke. Mostly a server is gone, which is known in a moment; if not, start over all the same."""
@@ -185,6 +198,12 @@ class Leader:
         self._told(kind="generation", number=number, version=version, why=why)
         await self._store.put("generation", pack(self._generation))
         self.found.recoveries.decided(time.monotonic(), version, self.found.ledger.reached)
+
+    def _save(self, seat: str, versions: dict[int, str]) -> None:
+        self._saved[seat] = versions
+        version = newest_common([self._saved.get(seat, {}) for seat in self._setup.parameter_seats])
+        if version and version not in self.found.checkpoints:
+            self.found.checkpoints.append(version)
 
     def _start(self, version: int) -> int:
         """The first pass that is not covered by a version: an evaluation of it, if that was due, is done again."""

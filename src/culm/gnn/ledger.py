@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -97,8 +98,10 @@ class Ledger:
 
     @property
     def best(self) -> Evaluation | None:
-        """The evaluation with the best validation accuracy, the latest of equals."""
-        return max(self.evaluations.values(), key=lambda e: (e.val, e.epoch), default=None)
+        """The evaluation with the best validation accuracy, the latest of equals; the last where nobody validates."""
+        return max(
+            self.evaluations.values(), key=lambda e: (-1.0 if math.isnan(e.val) else e.val, e.epoch), default=None
+        )
 
     def epoch_times(self) -> list[float]:
         """Seconds of every training epoch that followed another pass without a break."""

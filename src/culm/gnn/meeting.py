@@ -25,6 +25,7 @@ from culm.transport.sockets import SocketTransport
 
 if TYPE_CHECKING:
     from culm.cluster.etcd import Access
+    from culm.providers.etcd import PrivateEtcd
 
 _FOREVER_S = 30 * 24 * 3600.0
 _LEADER_S = 60.0
@@ -46,6 +47,16 @@ class Meeting:
     kind: str
     evict: Evict | None = None
     """None: the store sees by itself when a process ends."""
+    private: PrivateEtcd | None = None
+
+    async def tend(self) -> None:
+        """Start a private etcd again whenever it has ended, with all that it knew. RunError: it does not come back.
+
+        One that hangs is not noticed, and neither is anything about an etcd of the user's: that is not ours to start.
+        """
+        while self.private is not None:
+            await ended(self.private.pid)
+            await self.private.start()
 
 
 @contextlib.asynccontextmanager
@@ -58,21 +69,22 @@ async def meet(
     """
     ticket = Ticket(run, token, "127.0.0.1", 0, _FOREVER_S)
     async with contextlib.AsyncExitStack() as stack:
-        access, kind = etcd, "etcd"
-        if access is None:
-            access, kind = await _private(stack, said), "private etcd"
+        private = await _private(stack, said) if etcd is None else None
+        access = etcd if private is None else private.access
         if access is None:
             yield await stack.enter_async_context(_here(ticket))
         else:
-            yield await stack.enter_async_context(_in_etcd(ticket, access, kind, suspect_after))
+            kind = "etcd" if private is None else "private etcd"
+            found = await stack.enter_async_context(_in_etcd(ticket, access, kind, suspect_after))
+            yield replace(found, private=private)
 
 
-async def _private(stack: contextlib.AsyncExitStack, said: Callable[[str], None]) -> Access | None:
+async def _private(stack: contextlib.AsyncExitStack, said: Callable[[str], None]) -> PrivateEtcd | None:
     """A private etcd; None where there is none."""
     try:
         from culm.providers.etcd import PrivateEtcd
 
-        return (await stack.enter_async_context(PrivateEtcd())).access
+        return await stack.enter_async_context(PrivateEtcd())
     except (ImportError, CulmError) as error:
         said(f"no private etcd ({error}): the store lives in this process, and a server that hangs is not noticed")
         return None

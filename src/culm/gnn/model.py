@@ -83,6 +83,17 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
 
+def check_whole(name: str, given: object) -> None:
+    """Raise UsageError for what is no whole number."""
+    if not isinstance(given, int) or isinstance(given, bool):
+        raise UsageError(f"--{name.replace('_', '-')} is {given!r}: give a whole number")
+
+
+def multiple(width: int, heads: int) -> int:
+    """The width, or as little more as it takes for every head to have the same."""
+    return -(-width // max(heads, 1)) * max(heads, 1)
+
+
 def model_of(
     given: Any,
     *,
@@ -102,6 +113,8 @@ def model_of(
     if isinstance(given, Model):
         found = given
     elif isinstance(given, str):
+        for name, number in (("layers", layers), ("hidden", hidden), ("heads", heads)):
+            check_whole(name, number)
         if layers < 1:
             raise UsageError(f"--layers {layers}: a model has at least one")
         kind: Any = given
@@ -130,6 +143,7 @@ def shape_of(module: Any) -> Model:
         raise UsageError(
             f"model is a {type(module).__name__}: give 'gcn', 'gat', a culm.gnn.Model, or a GCN or GAT of PyG"
         )
+    _check_plain(module)
     heads = [int(getattr(conv, "heads", 1)) for conv in convs]
     widths = [int(convs[0].in_channels), *(int(c.out_channels) * h for c, h in zip(convs, heads, strict=True))]
     widths[-1] = int(convs[-1].out_channels)
@@ -141,6 +155,22 @@ def shape_of(module: Any) -> Model:
         input_dropout=0.0,
         attention_dropout=float(getattr(convs[0], "dropout", 0.0)),
     )
+
+
+_PLAIN = {"improved": False, "add_self_loops": True, "normalize": True, "negative_slope": 0.2, "residual": False}
+"""Options of PyG's convolutions, as they are computed here."""
+
+
+def _check_plain(module: Any) -> None:
+    """Refuse what PyG can do and this does not, instead of training something else."""
+    odd: list[tuple[str, object, object]] = [("act", type(module.act).__name__, "ReLU")]
+    odd += [("norm", getattr(module, "norm", None), None), ("jk", getattr(module, "jk_mode", None), None)]
+    for conv in module.convs:
+        odd += [(name, getattr(conv, name, plain), plain) for name, plain in _PLAIN.items()]
+        odd += [("edge_dim", getattr(conv, "edge_dim", None), None), ("bias", conv.bias is not None, True)]
+    for name, found, plain in odd:
+        if found != plain:
+            raise UsageError(f"model has {name}={found}: only {name}={plain} can be trained here")
 
 
 def initial_weights(model: Model, seed: int, given: Mapping[str, Tensor] | None) -> dict[int, Weights]:

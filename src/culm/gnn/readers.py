@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from culm.errors import UsageError
+from culm.gnn.arrays import array, whole
 from culm.gnn.generate import generate
 from culm.gnn.graph import Graph, from_edges, roles_of
 from culm.gnn.memory import refuse_what_does_not_fit
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Array = NDArray[Any]
+
+_SETS = ("train", "val", "test")
 
 
 def load(source: str, *, symmetrize: bool = False, split_seed: int = 0) -> Graph:
@@ -28,50 +33,84 @@ def load(source: str, *, symmetrize: bool = False, split_seed: int = 0) -> Graph
         raise UsageError(
             f"--graph {source!r} is no file: give an npz, or a generator as in gen:rmat,scale=16,degree=16"
         )
+    if not zipfile.is_zipfile(path):
+        raise UsageError(f"--graph {source!r} can not be read as npz: write one with numpy.savez (docs/gnn.md)")
     try:
         with np.load(path, allow_pickle=False) as stored:
-            return _from_npz(stored, path.stem, symmetrize, split_seed)
+            return _from_npz(_Stored(stored, path.stem), symmetrize, split_seed)
     except (zipfile.BadZipFile, ValueError, OSError, EOFError) as error:
         raise UsageError(f"--graph {source!r} can not be read as npz: {error}") from None
 
 
-def _from_npz(stored: Any, name: str, symmetrize: bool, split_seed: int) -> Graph:
-    missing = [key for key in ("indptr", "indices", "labels") if key not in stored]
-    if missing:
-        raise UsageError(f"{name} has no array {missing[0]!r}: an npz graph has indptr, indices, labels and feat_*")
-    indptr, indices = stored["indptr"].astype(np.int64), stored["indices"]
+class _Stored:
+    """Arrays of an npz by name; one that is missing is named in a sentence."""
+
+    def __init__(self, arrays: Any, name: str) -> None:
+        self._arrays, self.name = arrays, name
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._arrays
+
+    def __getitem__(self, key: str) -> Array:
+        if key not in self._arrays:
+            raise UsageError(
+                f"{self.name} has no array {key!r}: an npz graph has indptr, indices, labels and features or feat_*"
+            )
+        found: Array = self._arrays[key]
+        return found
+
+    def numbers(self, key: str) -> Array:
+        """A row of whole numbers."""
+        found = self[key]
+        if found.ndim != 1:
+            raise UsageError(f"{self.name}: {key} has the shape {found.shape}: give one row of whole numbers")
+        return whole(f"{self.name}: {key}", found)
+
+    def get(self, key: str, otherwise: Any) -> Any:
+        return self._arrays.get(key, otherwise)
+
+
+def _from_npz(stored: _Stored, symmetrize: bool, split_seed: int) -> Graph:
+    indptr, indices, labels = stored.numbers("indptr"), stored.numbers("indices"), stored["labels"]
     vertices = len(indptr) - 1
-    if vertices < 1 or (np.diff(indptr) < 0).any() or indptr[-1] != len(indices):
-        raise UsageError(
-            f"{name}: indptr does not describe {len(indices)} indices: it has to grow from 0 to their number"
-        )
+    _check_pointers(f"{stored.name}: indptr", indptr, len(indices))
     targets = np.repeat(np.arange(vertices), np.diff(indptr))
     roles = None
     if "train_idx" in stored:
-        roles = roles_of(vertices, stored["train_idx"], stored["val_idx"], stored["test_idx"])
+        roles = roles_of(vertices, *(stored.get(f"{name}_idx", np.zeros(0, np.int64)) for name in _SETS))
     return from_edges(
-        indices, targets, vertices, features=_features(stored, vertices), labels=stored["labels"], roles=roles,
-        symmetrize=symmetrize, split_seed=split_seed, name=name,
+        indices, targets, vertices, features=_features(stored, vertices), labels=labels, roles=roles,
+        symmetrize=symmetrize, split_seed=split_seed, name=stored.name,
     )  # fmt: skip
 
 
-def _features(stored: Any, vertices: int) -> Array | None:
+def _check_pointers(name: str, pointers: Array, count: int) -> None:
+    if len(pointers) < 2 or pointers[0] != 0 or pointers[-1] != count or (np.diff(pointers) < 0).any():
+        raise UsageError(f"{name} does not describe {count} indices: it has to grow from 0 to their number")
+
+
+def _features(stored: _Stored, vertices: int) -> Array | None:
     """The feature matrix, dense: from CSR arrays, or as `features`."""
     if "features" in stored:
-        return np.asarray(stored["features"], np.float32)
+        return stored["features"]
     if "feat_indptr" not in stored:
         return None
-    rows, width = (int(n) for n in stored["feat_shape"])
-    refuse_what_does_not_fit(rows * width * 4, f"a feature matrix of {rows} x {width}")
-    indptr, columns = stored["feat_indptr"].astype(np.int64), stored["feat_indices"].astype(np.int64)
-    if (
-        rows != vertices
-        or len(indptr) != rows + 1
-        or (len(columns) and not 0 <= columns.min() <= columns.max() < width)
-    ):
+    shape = stored.numbers("feat_shape")
+    indptr, columns = stored.numbers("feat_indptr"), stored.numbers("feat_indices")
+    if len(shape) != 2:
+        raise UsageError(f"feat_shape is {shape.tolist()}: give rows and columns of the features")
+    rows, width = map(int, shape)
+    if rows != vertices or len(indptr) != rows + 1:
         raise UsageError(f"feat_* describe {rows} x {width} features for {vertices} vertices: give one row for each")
+    _check_pointers("feat_indptr", indptr, len(columns))
+    if len(columns) and not 0 <= columns.min() <= columns.max() < width:
+        raise UsageError(f"feat_indices goes up to {columns.max()} for {width} features: number them from 0")
+    values = stored.get("feat_data", np.float32(1.0))
+    if values.ndim and len(values) != len(columns):
+        raise UsageError(f"feat_data has {len(values)} values for {len(columns)} feat_indices: give one for each")
+    refuse_what_does_not_fit(rows * width * 4, f"a feature matrix of {rows} x {width}")
     dense = np.zeros((rows, width), np.float32)
-    dense[np.repeat(np.arange(rows), np.diff(indptr)), columns] = stored.get("feat_data", 1.0)
+    dense[np.repeat(np.arange(rows), np.diff(indptr)), columns] = values
     return dense
 
 
@@ -91,55 +130,74 @@ def as_graph(
 
     Raises UsageError for anything else, and for what `from_edges` refuses.
     """
+    beside = {"features": features, "labels": labels, "train": train, "val": val, "test": test}
     if isinstance(source, Graph):
+        _nothing_beside("a Graph", beside)
         return source
     if isinstance(source, (str, Path)):
+        _nothing_beside(str(source), beside)
         return load(str(source), symmetrize=symmetrize, split_seed=split_seed)
     if hasattr(source, "edge_index"):
+        _nothing_beside("a PyG Data", beside)
         return _from_pyg(source, symmetrize, split_seed)
-    features, labels = _array(features), _array(labels)
-    if hasattr(source, "tocoo"):
-        coo = source.tocoo()
-        sources, targets, vertices = coo.col, coo.row, _square(coo.shape)
-    else:
-        sources, targets = _pairs(source)
-        vertices = len(features) if features is not None else int(max(sources.max(), targets.max())) + 1
-    roles = None
-    if train is not None:
-        roles = roles_of(vertices, *(_indices(a) for a in (train, val, test)))
+    given = {name: array(name, value) for name, value in beside.items()}
+    sources, targets, vertices = _edges(source, given["features"])
     return from_edges(
-        sources, targets, vertices, features=features, labels=labels, roles=roles,
+        sources, targets, vertices, features=given["features"], labels=given["labels"], roles=_roles(given, vertices),
         symmetrize=symmetrize, split_seed=split_seed,
     )  # fmt: skip
 
 
+def _nothing_beside(what: str, beside: dict[str, Any]) -> None:
+    for name, value in beside.items():
+        if value is not None:
+            raise UsageError(f"{name} is given beside {what}, which has its own: give it beside a matrix or edge list")
+
+
+def _roles(given: dict[str, Array | None], vertices: int) -> Array | None:
+    """Roles out of the sets that were given; None: none was."""
+    sets = [given[name] for name in _SETS]
+    if sets[0] is None:
+        named = next((name for name in _SETS if given[name] is not None), None)
+        if named is not None:
+            raise UsageError(f"{named} is given and train is not: name the vertices to learn from, or no set at all")
+        return None
+    return roles_of(vertices, *(np.zeros(0, np.int64) if one is None else one for one in sets))
+
+
 def _from_pyg(data: Any, symmetrize: bool, split_seed: int) -> Graph:
-    edges = data.edge_index.cpu().numpy()
+    edges = array("edge_index", data.edge_index)
+    if edges is None:
+        raise UsageError("the PyG Data has no edge_index: give the ends of its edges, two rows of vertex numbers")
+    if edges.ndim != 2 or edges.shape[0] != 2 or edges.dtype.kind not in "iu":
+        raise UsageError(f"edge_index has the shape {edges.shape} of {edges.dtype}: give two rows of vertex numbers")
+    _say_what_weighs(array("edge_weight", getattr(data, "edge_weight", None)))
+    masks = {name: array(name, getattr(data, f"{name}_mask", None)) for name in _SETS}
+    masks = {name: None if mask is None else mask.astype(bool) for name, mask in masks.items()}
     vertices = int(data.num_nodes)
-    roles = None
-    if getattr(data, "train_mask", None) is not None:
-        masks = [getattr(data, f"{name}_mask", None) for name in ("train", "val", "test")]
-        roles = roles_of(vertices, *(np.zeros(0, int) if m is None else m.cpu().numpy() for m in masks))
     return from_edges(
-        edges[0], edges[1], vertices, features=_array(data.x), labels=_array(data.y), roles=roles,
-        symmetrize=symmetrize, split_seed=split_seed, name="the PyG Data",
+        edges[0], edges[1], vertices, features=array("x", data.x), labels=array("y", data.y),
+        roles=_roles(masks, vertices), symmetrize=symmetrize, split_seed=split_seed, name="the PyG Data",
     )  # fmt: skip
 
 
-def _array(given: Any) -> Array | None:
-    """A dense array out of NumPy, torch, SciPy or nested lists."""
-    if given is None:
-        return None
-    if hasattr(given, "detach"):
-        given = given.detach().cpu().numpy()
-    elif hasattr(given, "toarray"):
-        given = given.toarray()
-    return np.asarray(given)
+def _edges(source: Any, features: Array | None) -> tuple[Array, Array, int]:
+    """Sources, targets, and the number of vertices."""
+    if hasattr(source, "tocoo"):
+        coo = source.tocoo()
+        _say_what_weighs(coo.data)
+        return coo.col, coo.row, _square(coo.shape)
+    sources, targets = _pairs(source)
+    last = max(int(ends.max(initial=-1)) for ends in (sources, targets))
+    return sources, targets, len(features) if features is not None else last + 1
 
 
-def _indices(given: Any) -> Array:
-    found = _array(given)
-    return np.zeros(0, np.int64) if found is None else found
+def _say_what_weighs(weights: Array | None) -> None:
+    """Here edges are there or not; nobody should have to find that out from his results."""
+    if weights is not None and weights.size and weights.min() != weights.max():
+        warnings.warn(
+            f"edges have weights from {weights.min():g} to {weights.max():g}: each counts the same here", stacklevel=2
+        )
 
 
 def _square(shape: tuple[int, int]) -> int:
@@ -149,7 +207,9 @@ def _square(shape: tuple[int, int]) -> int:
 
 
 def _pairs(source: Any) -> tuple[Array, Array]:
-    pairs = _array(source)
+    pairs = None
+    with contextlib.suppress(NotImplementedError):  # what PyG says of a HeteroData
+        pairs = array("graph", source)
     if pairs is None or pairs.ndim != 2 or 2 not in pairs.shape or not np.issubdtype(pairs.dtype, np.integer):
         raise UsageError(
             f"graph is a {type(source).__name__}: give a path, gen:..., a PyG Data, a SciPy sparse matrix, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,7 +12,8 @@ from culm.cluster.timeouts import derive
 from culm.errors import UsageError
 from culm.gnn import faults, prepare
 from culm.gnn.board import MODES, Mode
-from culm.gnn.model import initial_weights
+from culm.gnn.graph import VAL
+from culm.gnn.model import check_whole, initial_weights
 from culm.gnn.price import prices_of
 from culm.observe.folder import vacant
 
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
     from culm.gnn.model import Model
     from culm.gnn.program import Place
     from culm.gnn.shelf import Adam
+
+
+_SECONDS = ("latency_s", "worker_seconds")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,23 +67,30 @@ class Request:
         least = {"epochs": 1, "staleness": 0, "servers": 1, "parameter_servers": 1, "patience": 0, "latency_s": 0}
         least |= {"evaluate_every": 1, "checkpoint_every": 1, "intervals": 1, "threads": 1, "worker_seconds": 5}
         for name, low in least.items():
-            if getattr(self, name) is not None and getattr(self, name) < low:
-                raise UsageError(f"--{name.replace('_', '-')} is {getattr(self, name)}: give at least {low}")
+            given = getattr(self, name)
+            if given is not None and name not in _SECONDS:
+                check_whole(name, given)
+            if given is not None and not low <= given < math.inf:
+                raise UsageError(f"--{name.removesuffix('_s').replace('_', '-')} is {given}: give at least {low}")
+        check_whole("seed", self.seed)
+        _check_host(self.host)
         for name, given in (("lr", self.adam.lr), ("weight_decay", self.adam.weight_decay)):
             if not (math.isfinite(given) and given >= 0):
                 raise UsageError(f"--{name.replace('_', '-')} is {given:g}: give a number of at least 0")
         if self.staleness and self.mode != "async":
             raise UsageError(f"--staleness {self.staleness} with --mode {self.mode}: only async reads stale rows")
+        if self.patience and not (self.graph.roles == VAL).any():
+            raise UsageError(f"--patience {self.patience} without a vertex to validate on: name some, or give 0")
         if self.servers > self.graph.vertices:
             raise UsageError(
                 f"--servers {self.servers} for {self.graph.vertices} vertices: a server needs at least one, use fewer"
             )
-        if self.workers != "auto" and (not isinstance(self.workers, int) or self.workers < 1):
+        if self.workers != "auto" and (type(self.workers) is not int or self.workers < 1):
             raise UsageError(f"--workers {self.workers!r}: give a number of at least 1, or auto")
         if self.edges not in (None, "worker", "server"):
             raise UsageError(f"edges is {self.edges!r}: give worker or server, or nothing to decide by size")
         for kill in self.kills:
-            faults.parse(kill, self.servers, self.parameter_servers, self.epochs)
+            faults.parse(kill, self.servers, self.parameter_seats, self.epochs)
         initial_weights(self.model, self.seed, self.init)
         if self.out is not None:
             vacant(self.out)
@@ -87,8 +99,21 @@ class Request:
         prepare.check_memory(self.graph, self.model)
 
     @property
+    def parameter_seats(self) -> int:
+        """Parameter servers that there will be: one without a layer would have nothing to do."""
+        return min(self.parameter_servers, self.model.layers)
+
+    @property
     def first_workers(self) -> int:
         return self.workers if isinstance(self.workers, int) else prepare.cores()
+
+
+def _check_host(host: str) -> None:
+    """A name that nobody knows would be found out by servers that can not call each other, one after the other."""
+    try:
+        socket.getaddrinfo(host, None)
+    except (OSError, UnicodeError) as error:
+        raise UsageError(f"--host {host!r} is not known ({error}): give the address of this machine") from None
 
 
 def mode_of(given: str) -> Mode:

@@ -103,8 +103,9 @@ class _Run:
     async def _together(self, setup: Setup, intervals: int, meeting: Meeting) -> Outcome:
         wanted = self._wanted
         desk = Desk(
-            self._run, self._token, self._workers, wanted.first_workers, seconds=wanted.worker_seconds, told=self._event
-        )
+            self._run, self._token, self._workers, wanted.first_workers,
+            seconds=wanted.worker_seconds, told=self._event, host=wanted.host,
+        )  # fmt: skip
         leader = Leader(
             setup, meeting, desk, self._servers,
             patience=wanted.patience, latency_s=wanted.latency_s,
@@ -117,13 +118,13 @@ class _Run:
         async with contextlib.AsyncExitStack() as stack:
             if wanted.dash:
                 self._watcher.told(f"the run is shown at {await stack.enter_async_context(served(render))}")
-            findings = await self._lead(leader, desk, intervals, render)
+            findings = await self._lead(leader, desk, meeting, intervals, render)
         await desk.close()
         return self._outcome(setup, findings, desk, intervals)
 
-    async def _lead(self, leader: Leader, desk: Desk, intervals: int, render: Render) -> Findings:
+    async def _lead(self, leader: Leader, desk: Desk, meeting: Meeting, intervals: int, render: Render) -> Findings:
         """The leader, and beside it whoever must go on while it does; the first to fail ends all."""
-        beside = [asyncio.create_task(desk.supply())]
+        beside = [asyncio.create_task(desk.supply()), asyncio.create_task(meeting.tend())]
         if self._wanted.out is not None and "://" not in self._wanted.out:
             beside.append(asyncio.create_task(kept_fresh(render, Storage(self._wanted.out), _PAGE)))
         if self._wanted.workers == "auto":
@@ -161,7 +162,7 @@ class _Run:
         kills = [
             k
             for text in wanted.kills
-            for k in faults.parse(text, wanted.servers, wanted.parameter_servers, wanted.epochs, wanted.seed)
+            for k in faults.parse(text, wanted.servers, wanted.parameter_seats, wanted.epochs, wanted.seed)
         ]
         await faults.inject(kills, leader, desk, self._event, wanted.seed)
 
@@ -187,7 +188,7 @@ class _Run:
             evaluate_every=wanted.evaluate_every,
             checkpoint_every=wanted.checkpoint_every,
             servers=wanted.servers,
-            parameter_servers=min(wanted.parameter_servers, wanted.model.layers),
+            parameter_servers=wanted.parameter_seats,
             total=wanted.graph.train_vertices,
             parts=str(parts),
             checkpoints=checkpoints,

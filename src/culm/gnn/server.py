@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from culm.gnn.link import Heard
 
 _TICK_S = 0.1
+_MOMENT_S = 0.001
 
 
 class GraphSession:
@@ -150,14 +151,24 @@ class GraphSession:
 
     async def _work(self) -> None:
         while True:
-            self._dispatch()
-            task = self._board.next("server")
-            if task is not None:
-                self._run(task)
+            if self._steps():
                 await asyncio.sleep(0)
                 continue
             self._wake.clear()
             await self._wake.wait()
+
+    def _steps(self) -> bool:
+        """Give out and run what there is, for a moment: to listen between any two steps would cost more than the small
+        ones take. Returns whether there may be more."""
+        until = time.monotonic() + _MOMENT_S
+        while True:
+            self._dispatch()
+            task = self._board.next("server")
+            if task is None:
+                return False
+            self._run(task)
+            if time.monotonic() > until:
+                return True
 
     def _run(self, task: Task) -> None:
         """A step of the server's own."""

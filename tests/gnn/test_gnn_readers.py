@@ -1,0 +1,163 @@
+"""Graphs as users have them: what fits is taken, what does not is refused in one sentence."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import sparse
+
+from culm.errors import UsageError
+from culm.gnn.graph import TEST, TRAIN, VAL, Graph
+from culm.gnn.readers import as_graph, load
+
+ENDS = np.array([[0, 1, 1, 2, 2, 3, 3, 0], [1, 0, 2, 1, 3, 2, 0, 3]])
+LABELS = np.array([0, 1, 0, 1])
+FEATURES = np.arange(8, dtype=np.float32).reshape(4, 2)
+MATRIX = sparse.csr_matrix((np.ones(8), (ENDS[1], ENDS[0])), shape=(4, 4))
+
+
+def data(**fields: Any) -> Any:
+    """As much of a PyG Data as is read of one."""
+    known = {"x": torch.from_numpy(FEATURES), "y": torch.from_numpy(LABELS), "edge_index": torch.from_numpy(ENDS)}
+    return SimpleNamespace(num_nodes=4, **{**known, **fields})
+
+
+def stored(folder: Path, **fields: Any) -> Graph:
+    known = {"indptr": MATRIX.indptr, "indices": MATRIX.indices, "labels": LABELS, "features": FEATURES}
+    np.savez(folder / "g.npz", **{name: value for name, value in {**known, **fields}.items() if value is not None})
+    return load(str(folder / "g.npz"))
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        torch.from_numpy(FEATURES).double(),
+        torch.from_numpy(FEATURES).to(torch.int8),
+        torch.from_numpy(FEATURES).bfloat16(),
+        torch.from_numpy(FEATURES).to_sparse(),
+    ],
+    ids=["float64", "int8", "bfloat16", "sparse"],
+)
+def test_features_of_any_type_are_taken_as_they_are(features: Any) -> None:
+    found = as_graph(data(x=features)).features
+    assert found.dtype == np.float32
+    assert np.array_equal(found, FEATURES)
+
+
+def test_a_column_of_labels_and_labels_that_are_whole_floats_are_labels() -> None:
+    for labels in (LABELS[:, None], LABELS.astype(np.float64)):
+        assert np.array_equal(as_graph(MATRIX, features=FEATURES, labels=labels).labels, LABELS)
+
+
+def test_masks_of_bytes_are_masks_and_not_vertex_numbers() -> None:
+    masks = {"train_mask": [1, 1, 0, 0], "val_mask": [0, 0, 1, 0], "test_mask": [0, 0, 0, 1]}
+    found = as_graph(data(**{name: torch.tensor(mask, dtype=torch.uint8) for name, mask in masks.items()}))
+    assert found.roles.tolist() == [TRAIN, TRAIN, VAL, TEST]
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"x": torch.ones(4, 2, dtype=torch.complex64)}, "features holds complex64: give numbers"),
+        ({"x": torch.full((4, 2), 1e300, dtype=torch.float64)}, "features of vertex 0 are not finite"),
+        ({"y": torch.eye(4)}, r"labels has the shape \(4, 4\): give one class for every vertex"),
+        ({"y": torch.tensor([0, 1, float("nan"), 1])}, "labels holds nan: give whole numbers"),
+        ({"y": torch.tensor([0.5, 1, 0, 1])}, "labels holds 0.5: give whole numbers"),
+        ({"y": torch.tensor([0, 10**12, 0, 1])}, "labels goes up to 1000000000000 for 4 vertices: number the classes"),
+        ({"train_mask": torch.ones(4, 3)}, r"the train set has the shape \(4, 3\): give one split"),
+        ({"val_mask": torch.ones(4)}, "val is given and train is not: name the vertices to learn from"),
+        ({"edge_index": None}, "the PyG Data has no edge_index"),
+        ({"edge_index": torch.ones(3, 4, dtype=torch.long)}, r"edge_index has the shape \(3, 4\) of int64"),
+    ],
+)
+def test_a_data_that_makes_no_sense_is_refused_by_its_field(fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        as_graph(data(**fields))
+
+
+@pytest.mark.parametrize(
+    ("source", "beside", "sentence"),
+    [
+        (MATRIX, {"labels": np.array(["a"] * 4)}, "labels holds <U1: give whole numbers"),
+        (MATRIX, {"features": np.array([["a"]] * 4)}, "features holds <U1: give numbers"),
+        (MATRIX, {"train": [-1, 2]}, "the train set names vertex -1, and the graph has 4"),
+        (MATRIX, {"test": [2]}, "test is given and train is not"),
+        ([(0, 1), (2,)], {}, "graph is no array, its rows differ in length"),
+        (np.zeros((0, 2), int), {"features": None}, "graph has no features"),
+        (data(), {}, "features is given beside a PyG Data, which has its own"),
+    ],
+)
+def test_what_is_given_beside_a_graph_is_refused_by_its_name(source: Any, beside: Any, sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        as_graph(source, **{"features": FEATURES, "labels": LABELS, **beside})
+
+
+def test_weights_of_edges_do_not_count_and_that_is_said() -> None:
+    weighed = MATRIX.copy()
+    weighed.data = np.array([1.0, 2, 1, 2, 1, 2, 1, 2])
+    with pytest.warns(UserWarning, match="weights from 1 to 2: each counts the same here"):
+        assert as_graph(weighed, features=FEATURES, labels=LABELS).edges == 8
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        as_graph(MATRIX, features=FEATURES, labels=LABELS)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"labels": None}, "g has no array 'labels'"),
+        ({"labels": np.int64(1)}, r"labels has the shape \(\)"),
+        ({"indices": MATRIX.indices + 0.5}, "indices holds 1.5: give whole numbers"),
+        ({"indptr": MATRIX.indptr[None]}, r"indptr has the shape \(1, 5\)"),
+        ({"indptr": MATRIX.indptr + np.array([1, 0, 0, 0, 0])}, "indptr does not describe 8 indices"),
+        ({"features": None, "feat_indptr": MATRIX.indptr}, "g has no array 'feat_shape'"),
+    ],
+)
+def test_an_npz_with_arrays_that_make_no_sense_is_refused_by_their_name(
+    tmp_path: Path, fields: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        stored(tmp_path, **fields)
+
+
+FEW = {"feat_indptr": MATRIX.indptr, "feat_indices": MATRIX.indices, "feat_shape": np.array([4, 4]), "features": None}
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"feat_shape": np.array([4])}, r"feat_shape is \[4\]: give rows and columns"),
+        ({"feat_shape": np.array([3, 4])}, "feat_.* describe 3 x 4 features for 4 vertices"),
+        ({"feat_shape": np.array([4, 3])}, "feat_indices goes up to 3 for 3 features"),
+        ({"feat_data": np.ones(7)}, "feat_data has 7 values for 8 feat_indices"),
+    ],
+)
+def test_sparse_features_that_make_no_sense_are_refused_by_their_name(
+    tmp_path: Path, fields: dict[str, Any], sentence: str
+) -> None:
+    assert np.array_equal(stored(tmp_path, **FEW).features, MATRIX.toarray())
+    with pytest.raises(UsageError, match=sentence):
+        stored(tmp_path, **{**FEW, **fields})
+
+
+def test_an_npz_may_name_the_train_set_alone(tmp_path: Path) -> None:
+    assert stored(tmp_path, train_idx=np.array([0, 1])).roles.tolist() == [TRAIN, TRAIN, 0, 0]
+
+
+def test_a_file_that_is_no_npz_is_refused_without_a_word_of_pickles(tmp_path: Path) -> None:
+    (tmp_path / "edges.txt").write_text("0 1\n1 0\n")
+    np.save(tmp_path / "matrix.npy", MATRIX.toarray())
+    for name in ("edges.txt", "matrix.npy"):
+        with pytest.raises(UsageError, match=r"can not be read as npz: write one with numpy.savez"):
+            load(str(tmp_path / name))
+
+
+def test_a_generator_without_end_is_refused() -> None:
+    with pytest.raises(UsageError, match="has degree=inf: give a number of at least 1"):
+        load("gen:rmat,scale=5,degree=inf")
