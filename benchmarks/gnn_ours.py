@@ -17,11 +17,12 @@ CORES_PER_SERVER = 4
 
 
 def train(request: Request) -> Curve:
-    """`culm-sync`, `culm-pipe`, `culm-async` (staleness 0) or `culm-async-1`; elastic workers are local processes."""
+    """`culm-sync`, `culm-pipe`, `culm-async` (staleness 0), `culm-async-1`, `culm-async-1-plain` (without look-ahead);
+    elastic workers are local processes."""
     from culm.gnn import train as run
 
     case = request.case
-    _, mode, staleness = (*request.system.split("-"), "0")[:3]
+    _, mode, staleness, plain = (*request.system.split("-"), "0", "")[:4]
     made = run(
         read(case),
         case.model,
@@ -36,6 +37,7 @@ def train(request: Request) -> Curve:
         seed=request.seed,
         mode=mode,
         staleness=int(staleness),
+        lookahead=plain != "plain",
         servers=request.servers or max(1, request.cores // CORES_PER_SERVER),
         workers=request.cores,
         intervals=request.intervals,

@@ -15,6 +15,7 @@ from culm.gnn.compute import Kernel
 from culm.gnn.dense import Kept
 from culm.gnn.generate import generate
 from culm.gnn.graph import Graph
+from culm.gnn.lookahead import Stashed
 from culm.gnn.model import Model, initial_weights
 from culm.gnn.partition import cut, owners
 from culm.gnn.prepare import source_rows
@@ -72,6 +73,8 @@ class House:
         chance: int = 0,
         repeat: float = 0.0,
         edges: Place = "worker",
+        lookahead: bool = False,
+        adam: Adam | None = None,
     ) -> None:
         self.plan = passes(epochs, evaluate_every)
         parts = cut(graph, owners(graph, servers), intervals)
@@ -93,7 +96,7 @@ class House:
             )
             for i, s in enumerate(self.shards)
         ]
-        self.shelf = Shelf(range(model.layers), servers, Adam())
+        self.shelf = Shelf(range(model.layers), servers, adam or Adam(), lookahead=lookahead)
         first = initial_weights(model, seed, None)
         self.shelf.fill({f"{layer}.{n}": t for layer, own in first.items() for n, t in own.items()}, 0)
         self.kernel = Kernel(model, seed, graph.train_vertices)
@@ -125,7 +128,7 @@ class House:
             assert ready, [board.running() for board in self.boards]
             self.do(*self.draw.choice(ready))
         self.trace.weights = {
-            layer: self.shelf.version(layer, self.shelf.newest(layer)) or {} for layer in self.shelf.layers
+            layer: self.stashed(layer, self.shelf.newest(layer)).weights for layer in self.shelf.layers
         }
         return self.trace
 
@@ -153,7 +156,7 @@ class House:
         board, shard = self.boards[server], self.shards[server]
         step, now = board.step(task), self.plan[task.number]
         shard.prepare(step, task.interval)
-        weights = {layer: self.shelf.version(layer, v) or {} for layer, v in board.versions(task).items()}
+        weights = {layer: self.stashed(layer, v).ahead(now.behind(v)) for layer, v in board.versions(task).items()}
         kept = (
             self.kept.pop((server, task.interval, step.layer), None) if step.back and self.draw.random() < 0.5 else None
         )
@@ -170,6 +173,11 @@ class House:
                 self.trace.add_loss(now.epoch, outcome.loss / self.graph.train_vertices)
             for layer, gradient in outcome.gradients.items():
                 self.add(server, task, layer, str(step), gradient)
+
+    def stashed(self, layer: int, version: int) -> Stashed:
+        found = self.shelf.version(layer, version)
+        assert found is not None, f"version {version} of layer {layer} was freed while somebody needs it"
+        return found
 
     def add(self, server: int, task: Task, layer: int, step: str, gradient: dict[str, Tensor]) -> None:
         epoch = self.plan[task.number].epoch

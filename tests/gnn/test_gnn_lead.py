@@ -31,9 +31,9 @@ class Nobody:
 
 def setup() -> Setup:
     return Setup(
-        run="r", model=small_model(small_graph()), seed=0, adam=Adam(), mode="sync", staleness=0, epochs=2,
-        evaluate_every=1, checkpoint_every=1, servers=1, parameter_servers=1, total=1, parts="", checkpoints="",
-        threads=1,
+        run="r", model=small_model(small_graph()), seed=0, adam=Adam(), mode="sync", staleness=0, lookahead=True,
+        epochs=2, evaluate_every=1, checkpoint_every=1, servers=1, parameter_servers=1, total=1, parts="",
+        checkpoints="", threads=1,
     )  # fmt: skip
 
 

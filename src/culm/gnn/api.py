@@ -85,6 +85,7 @@ def train(
     normalize: bool | None = None,
     mode: str = "sync",
     staleness: int = 0,
+    lookahead: bool = True,
     servers: int = 1,
     parameter_servers: int = 1,
     workers: int | str = "auto",
@@ -118,7 +119,8 @@ def train(
     `init`: a state dict with PyG's names to start from. `normalize`: divide feature rows by their sum (default: for
     graphs from a file, where they are counts or flags). `dropout` is on the input of every layer, `input_dropout`
     replaces it for the first; `attention_dropout` is that of a gat's edges (default: as `dropout`, as in PyG).
-    `patience`: evaluations without a better validation accuracy before it stops; 0: never.
+    `lookahead`: passes that begin with old weights (async with staleness) compute with those that are expected when
+    their gradients arrive. `patience`: evaluations without a better validation accuracy before it stops; 0: never.
     `launcher`: local, ray, lambda (with options: see culm.gnn.launch), or one of your own. `host`: the address of this
     machine under which workers reach it. `share`: workers on this machine read tables in place, no rows are sent.
     `edges`: who applies attention to edges, worker or server (default: by their number).
@@ -159,6 +161,7 @@ def train(
         init=init,
         mode=mode_of(mode),
         staleness=staleness,
+        lookahead=lookahead,
         servers=servers,
         parameter_servers=parameter_servers,
         workers=workers,

@@ -38,6 +38,10 @@ class Pass(NamedTuple):
         """The newest version of the weights that can exist when it starts."""
         return self.epoch if self.train else self.epoch + 1
 
+    def behind(self, version: int) -> int:
+        """Updates between a version and the one that the gradients of this pass meet; an evaluation reads the last."""
+        return self.version - version
+
 
 def passes(epochs: int, evaluate_every: int) -> tuple[Pass, ...]:
     """All passes of a run: every epoch, an evaluation after every so many and after the last."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from culm.errors import RunError
 from culm.gnn import messages as say
 from culm.gnn.link import Link, dial
+from culm.gnn.lookahead import received
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,7 +26,7 @@ async def fetch(addresses: Sequence[str], token: str, generation: int, layers: i
 
     def heard(_: Link, message: say.Message, tensors: list[Tensor]) -> None:
         assert isinstance(message, say.Weights)
-        found[message.layer] = dict(zip(message.names, tensors, strict=True))
+        found[message.layer] = received(message.names, tensors).weights
         if len(found) == layers and not complete.done():
             complete.set_result(None)
 

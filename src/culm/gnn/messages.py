@@ -124,7 +124,7 @@ class Oldest(msgspec.Struct, frozen=True, tag="oldest"):
 
 
 class Version(msgspec.Struct, frozen=True, tag="version"):
-    """A parameter server to a graph server: a new version is there. Its bias comes along."""
+    """A parameter server to a graph server: a new version is there. Its bias comes along, and the step it may take."""
 
     layer: int
     version: int
@@ -138,7 +138,7 @@ class Pull(msgspec.Struct, frozen=True, tag="pull"):
 
 
 class Weights(msgspec.Struct, frozen=True, tag="weights"):
-    """A parameter server to a worker, or to whoever leads."""
+    """A parameter server to a worker, or to whoever leads. Where one looks ahead, expected steps follow the weights."""
 
     layer: int
     version: int

@@ -40,7 +40,7 @@ class ParameterSession:
         self.address = self._listener.address
         self._storage = Storage(setup.checkpoints)
         layers = [layer for layer in range(setup.model.layers) if setup.home(layer) == number]
-        self._shelf = Shelf(layers, setup.servers, setup.adam)
+        self._shelf = Shelf(layers, setup.servers, setup.adam, lookahead=setup.looks_ahead)
         self._shelf.fill(decode(self._storage.read(generation.sources[number])), generation.version)
         self._graph: set[Link] = set()
         self._pullers: dict[int, set[Link]] = {layer: set() for layer in layers}
@@ -109,14 +109,15 @@ class ParameterSession:
 
     def _announce(self, link: Link, layer: int) -> None:
         version = self._shelf.newest(layer)
-        weights = self._shelf.version(layer, version)
-        assert weights is not None
-        link.send(Version(layer, version), [weights["bias"]])
+        stashed = self._shelf.version(layer, version)
+        assert stashed is not None
+        link.send(Version(layer, version), stashed.tensors(["bias"]))
 
     def _send(self, link: Link, layer: int, version: int) -> None:
-        weights = self._shelf.version(layer, version)
-        if weights is not None:
-            link.send(Weights(layer, version, tuple(weights)), list(weights.values()))
+        stashed = self._shelf.version(layer, version)
+        if stashed is not None:
+            names = tuple(stashed.weights)
+            link.send(Weights(layer, version, names), stashed.tensors(names))
         elif version > self._shelf.newest(layer):
             self._waiting.setdefault((layer, version), []).append(link)
 

@@ -42,6 +42,7 @@ class Request:
     init: Mapping[str, Tensor] | None
     mode: Mode
     staleness: int
+    lookahead: bool
     servers: int
     parameter_servers: int
     workers: int | str

@@ -184,6 +184,7 @@ class _Run:
             adam=wanted.adam,
             mode=wanted.mode,
             staleness=wanted.staleness,
+            lookahead=wanted.lookahead,
             epochs=wanted.epochs,
             evaluate_every=wanted.evaluate_every,
             checkpoint_every=wanted.checkpoint_every,

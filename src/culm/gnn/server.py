@@ -19,6 +19,7 @@ from culm.gnn import messages as say
 from culm.gnn.board import Board, Task, passes
 from culm.gnn.compute import Kernel, Outcome
 from culm.gnn.link import Link, Listener, dial
+from culm.gnn.lookahead import Stashed, received
 from culm.gnn.notes import Notes
 from culm.gnn.program import Step, gradients_of, walk
 from culm.gnn.seats import Seat, Seats
@@ -62,7 +63,7 @@ class GraphSession:
         self._seats = Seats(setup.in_flight)
         self._peers: dict[int, Link] = {}
         self._parameter: list[Link] = []
-        self._biases: dict[tuple[int, int], Tensor] = {}
+        self._biases: dict[tuple[int, int], Stashed] = {}
         steps = [str(s) for s in walk(setup.model, train=True) if gradients_of(setup.model, s)]
         self._tally: dict[int, Tally[tuple[int, str]]] = {
             layer: Tally([(i, s) for i in range(self._shard.intervals) for s in steps if layer in self._layers(s)])
@@ -186,10 +187,10 @@ class GraphSession:
     def _apply_here(self, task: Task, step: Step) -> None:
         """A step without a multiplication: attention over few edges, or the last bias and softmax."""
         self._shard.prepare(step, task.interval)
-        versions = self._board.versions(task)
-        weights = {layer: {"bias": self._biases[layer, version]} for layer, version in versions.items()}
+        now, versions = self._board.plan[task.number], self._board.versions(task)
+        weights = {layer: self._biases[layer, v].ahead(now.behind(v)) for layer, v in versions.items()}
         inputs = self._shard.rows(self._shard.inputs(step, task.interval, kept=False))
-        outcome = self._kernel.run(step, self._board.plan[task.number], inputs, weights)
+        outcome = self._kernel.run(step, now, inputs, weights)
         self._count(task, step, outcome)
 
     def _dispatch(self) -> None:
@@ -278,7 +279,7 @@ class GraphSession:
     def _heard_parameter(self, link: Link, message: say.Message, tensors: list[Tensor]) -> None:
         del link
         if isinstance(message, say.Version):
-            self._biases[message.layer, message.version] = tensors[0]
+            self._biases[message.layer, message.version] = received(["bias"], tensors)
             self._board.version(message.layer, message.version, time.monotonic())
             self._wake.set()
 

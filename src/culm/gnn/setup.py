@@ -34,6 +34,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     adam: Adam
     mode: Mode
     staleness: int
+    lookahead: bool
     epochs: int
     evaluate_every: int
     checkpoint_every: int
@@ -53,6 +54,11 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """Who applies edges."""
     share: bool = True
     """Workers on the same machine map the tables of servers."""
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether a pass computes with the weights that its gradients will meet; without staleness it has them."""
+        return self.lookahead and self.staleness > 0
 
     @property
     def seats(self) -> tuple[str, ...]:

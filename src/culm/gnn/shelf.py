@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
+from culm.gnn.lookahead import Stashed
 from culm.gnn.tally import Tally
 
 if TYPE_CHECKING:
@@ -37,20 +38,28 @@ class Adam(msgspec.Struct, frozen=True, kw_only=True):
         gradient = gradient.add(parameter, alpha=self.weight_decay) if self.weight_decay else gradient
         mean.lerp_(gradient, 1 - first)
         square.mul_(second).addcmul_(gradient, gradient, value=1 - second)
-        denominator = (square.sqrt() / math.sqrt(1 - second**count)).add_(self.eps)
-        parameter.addcdiv_(mean, denominator, value=-self.lr / (1 - first**count))
+        parameter.addcdiv_(mean, self._denominator(square, count), value=-self.lr / (1 - first**count))
+
+    def expected(self, mean: Tensor, square: Tensor, count: int) -> Tensor:
+        """What the next update will add if gradients go on as they did: what the last one, the count-th, has added."""
+        if count == 0:
+            return torch.zeros_like(mean)
+        return mean.div(self._denominator(square, count)).mul_(-self.lr / (1 - self.betas[0] ** count))
+
+    def _denominator(self, square: Tensor, count: int) -> Tensor:
+        return (square.sqrt() / math.sqrt(1 - self.betas[1] ** count)).add_(self.eps)
 
 
 class Shelf:
-    """Layers of one parameter server."""
+    """Layers of one parameter server. `lookahead`: with each version goes the step that is expected to follow it."""
 
-    def __init__(self, layers: Iterable[int], servers: int, adam: Adam) -> None:
+    def __init__(self, layers: Iterable[int], servers: int, adam: Adam, *, lookahead: bool = False) -> None:
         self.layers = tuple(layers)
-        self._adam, self._servers = adam, servers
+        self._adam, self._servers, self._lookahead = adam, servers, lookahead
         self._now: dict[int, Weights] = {}
         self._moments: dict[int, dict[str, tuple[Tensor, Tensor]]] = {}
         self._newest: dict[int, int] = {}
-        self._stash: dict[tuple[int, int], Weights] = {}
+        self._stash: dict[tuple[int, int], Stashed] = {}
         self._needed: dict[int, dict[int, int]] = {}
         self._tally: Tally[int] = Tally(range(servers))
         self._complete: dict[tuple[int, int], dict[str, Tensor]] = {}
@@ -64,7 +73,7 @@ class Shelf:
             self._moments[layer] = {n: self._loaded(tensors, layer, n) for n in names}
             self._newest[layer] = version
             self._needed[layer] = dict.fromkeys(range(self._servers), version)
-            self._stash[layer, version] = _copy(self._now[layer])
+            self._keep(layer)
 
     def _loaded(self, tensors: Mapping[str, Tensor], layer: int, name: str) -> tuple[Tensor, Tensor]:
         like = self._now[layer][name]
@@ -77,8 +86,8 @@ class Shelf:
     def newest(self, layer: int) -> int:
         return self._newest[layer]
 
-    def version(self, layer: int, version: int) -> Weights | None:
-        """The weights of a version that is still kept."""
+    def version(self, layer: int, version: int) -> Stashed | None:
+        """A version that is still kept."""
         return self._stash.get((layer, version))
 
     def kept(self, layer: int) -> list[int]:
@@ -102,8 +111,15 @@ class Shelf:
         self._newest[layer] += 1
         for name, parameter in self._now[layer].items():
             self._adam.step(parameter, gradient[name], *self._moments[layer][name], self._newest[layer])
-        self._stash[layer, self._newest[layer]] = _copy(self._now[layer])
+        self._keep(layer)
         self._free(layer)
+
+    def _keep(self, layer: int) -> None:
+        """The newest version, as it is now."""
+        count, step = self._newest[layer], {}
+        if self._lookahead:
+            step = {name: self._adam.expected(*own, count) for name, own in self._moments[layer].items()}
+        self._stash[layer, count] = Stashed({name: own.clone() for name, own in self._now[layer].items()}, step)
 
     def oldest(self, layer: int, server: int, version: int) -> None:
         """A graph server will ask for no older version."""
@@ -124,7 +140,3 @@ class Shelf:
             for key, value in zip(_MOMENTS, moments, strict=True):
                 found[f"optimizer.{layer}.{name}.{key}"] = value.clone()
         return found
-
-
-def _copy(weights: Weights) -> Weights:
-    return {name: tensor.clone() for name, tensor in weights.items()}

@@ -69,6 +69,7 @@ def summarise(
         "checkpoints": findings.checkpoints,
         "mode": setup.mode,
         "staleness": setup.staleness,
+        "lookahead": setup.looks_ahead,
         "model": setup.model.kind,
         "widths": list(setup.model.widths),
         "heads": setup.model.heads,

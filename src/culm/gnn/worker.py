@@ -26,6 +26,7 @@ from culm.gnn.arena import mapped
 from culm.gnn.board import Pass
 from culm.gnn.compute import Kernel, Outcome
 from culm.gnn.link import Link, dial
+from culm.gnn.lookahead import Stashed, received
 from culm.gnn.program import Step
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ class _Generation:
         self._servers: list[Link] = []
         self._parameter: list[Link] = []
         self._tables: dict[Link, dict[str, Tensor]] = {}
-        self._weights: dict[int, dict[int, dict[str, Tensor]]] = {}
+        self._weights: dict[int, dict[int, Stashed]] = {}
         self._asked: set[tuple[int, int]] = set()
         self._kept: dict[tuple[Link, int, int], tuple[int, Kept]] = {}
         self._jobs: list[_Job] = []
@@ -158,7 +159,7 @@ class _Generation:
             link.close()
             return
         versions = self._weights.setdefault(message.layer, {})
-        versions[message.version] = dict(zip(message.names, tensors, strict=True))
+        versions[message.version] = received(message.names, tensors)
         for old in sorted(versions)[:-_VERSIONS]:
             del versions[old]
             self._asked.discard((message.layer, old))
@@ -218,7 +219,8 @@ class _Generation:
             if job.work.kept and kept is None:
                 job.server.send(say.Refuse(job.work.task))
                 continue
-            weights = {layer: self._weights[layer][v] for layer, v in job.work.versions.items()}
+            now = Pass(*job.work.now)
+            weights = {layer: self._weights[layer][v].ahead(now.behind(v)) for layer, v in job.work.versions.items()}
             begun = time.perf_counter()
             outcome = await loop.run_in_executor(self._thread, self._compute, job, weights, kept)
             self._answer(job, outcome, begun)
