@@ -75,6 +75,22 @@ def test_async_survives_kills_and_learns() -> None:
 
 
 @pytest.mark.real
+@pytest.mark.parametrize("lookahead", [True, False])
+def test_stale_weights_look_ahead_through_kills_and_those_returned_are_those_evaluated(lookahead: bool) -> None:
+    kills = ["worker epoch=3", "parameter=0 epoch=9", "server=1 epoch=13"]
+    result = run(
+        small_model(GRAPH), mode="async", staleness=1, lookahead=lookahead, servers=2, parameter_servers=2, kills=kills
+    )
+    assert result.summary["lookahead"] is lookahead
+    assert result.summary["generations"] > 1
+    assert result.losses[-1] < result.losses[0]
+    net = result.to_pyg().eval()
+    with torch.no_grad():
+        right = net(torch.from_numpy(GRAPH.features), peer.edge_index(GRAPH)).argmax(1).numpy() == GRAPH.labels
+    assert float(right[GRAPH.roles == 4].mean()) == pytest.approx(result.test_accuracy)
+
+
+@pytest.mark.real
 def test_layers_may_be_spread_over_parameter_servers() -> None:
     model = small_model(GRAPH, layers=3)
     result = run(model, parameter_servers=2, kills=["parameter=1 epoch=6"])
