@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from benchmarks import slow
 from benchmarks.job import LARGE, GPTSpec, even_cut
 from benchmarks.ours import job_of
 from culm.job import Job
 
+slow.register()  # wherever the job is unpickled, such storage is known
 BLOCKS = 4
 """Of a stage."""
 SPEC = replace(LARGE, micro_batch=2)

@@ -47,6 +47,7 @@ ENDS: dict[str, tuple[Callable[[], Any], str]] = {
     "asks to end": (lambda: sys.exit(3), "SystemExit: 3"),
     "is interrupted": (interrupted, "KeyboardInterrupt: "),
     "ends at once": (lambda: os._exit(9), "trying the layers out ended the process with exit code 9"),
+    "ends as if all were well": (lambda: os._exit(0), "trying the layers out ended the process with exit code 0"),
     "is killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), "trying the layers out ended with signal 9"),
 }
 

@@ -147,6 +147,18 @@ def test_a_reduce_that_nobody_has_completed_begins_again_from_untouched_sums(sur
     assert seen.done.count((3, STEP, "1R")) == 2
 
 
+def test_a_w_that_is_interrupted_in_its_add_has_been_added_once_and_is_not_run_again(survive: Eye) -> None:
+    """Node 1 is at a W that would take it an hour when another is lost: it leaves the epoch with that W in its sum."""
+
+    def slow(node: int, step: int, action: str) -> float:
+        return 3600.0 if (node, step, action) == (1, STEP, "1W0") else even(node, step, action)
+
+    seen = survive(six(), Faults().kill(5, at="2F3", step=STEP), slow, strategy="reroute", schedule="zb")
+    assert seen.run.virtual_s < 3600.0
+    assert [STEP, 1, 0] in [[*each[:3]] for standing in seen.standings for each in standing.summed]
+    assert seen.done.count((1, STEP, "1W0")) == 1
+
+
 # Shadows
 
 

@@ -53,6 +53,15 @@ def test_who_comes_in_the_place_of_one_that_vanished_at_the_start_takes_a_slot()
     assert ": members 1 2 3 4" in str(run.history)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "source"), [("reroute", "peers"), ("shadow", "shadow"), ("shadow-lazy", "shadow")]
+)
+@pytest.mark.parametrize("at", ["1F0", "1B0", "1S"])
+def test_a_loss_in_the_first_step_is_made_good_as_in_any_other(at: str, strategy: str, source: str) -> None:
+    run = begun(Faults().kill(1, at=at, step=0), strategy=strategy, pipelines=2 if strategy == "reroute" else 1)
+    assert [each["source"] for each in run.summary["recoveries"]] == [source]
+
+
 @pytest.mark.real
 @pytest.mark.parametrize("moment", ["at once", "leads", "is up"])
 def test_a_real_node_may_be_killed_while_the_run_starts(moment: str) -> None:

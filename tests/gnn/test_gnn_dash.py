@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import urllib.error
 import urllib.request
@@ -138,3 +139,17 @@ def test_a_run_is_shown_while_it_goes_and_its_report_is_there_from_the_start(tmp
 def _report(folder: Path) -> str:
     found = folder / "report.html"
     return found.read_text() if found.exists() else ""
+
+
+def test_who_waits_for_the_page_when_the_run_ends_is_hung_up_on() -> None:
+    async def visit() -> bytes:
+        async with served(lambda: "page") as address:
+            port = int(address.rstrip("/").rpartition(":")[2])
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET / HTTP/1.1\r\n")  # and no more: the answer is not due yet
+            await writer.drain()
+        with contextlib.suppress(ConnectionError):
+            return await asyncio.wait_for(reader.read(), 30.0)
+        return b""
+
+    assert asyncio.run(visit()) == b""

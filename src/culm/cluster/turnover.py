@@ -217,7 +217,7 @@ class Turnover:
             return back_to(setup, old, number, address, there, tenure.roll.waiting(old), *await self._rewound())
         orphans = homeless(setup, standings, committed)
         unbuilt = any(not standings[slot].versions for slot in stay)  # a notice may come before everyone has its layers
-        if _nothing_learned(setup.start, halting.standings) and (orphans or unbuilt or not leaving):
+        if _nothing_learned(setup.start, halting.standings) and (orphans or unbuilt):
             return restart(setup, old, number, address, stay, setup.start, setup.resume_from, come)
         other = self.growth.salvage(halting, old) if orphans else self.growth.remake(halting, old)
         if other is not None:

@@ -23,13 +23,22 @@ Render = Callable[[], str]
 
 @contextlib.asynccontextmanager
 async def served(render: Render) -> AsyncIterator[str]:
-    """Serve the page on loopback; yields its address."""
-    server = await asyncio.start_server(lambda reader, writer: _answer(render, reader, writer), "127.0.0.1", 0)
+    """Serve the page on loopback; yields its address. Afterwards nobody is left waiting for an answer."""
+    visits: dict[asyncio.StreamWriter, asyncio.Task[None]] = {}
+
+    def visited(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        visits[writer] = asyncio.create_task(_answer(render, reader, writer))
+        visits[writer].add_done_callback(lambda _: visits.pop(writer))
+
+    server = await asyncio.start_server(visited, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     try:
         yield f"http://127.0.0.1:{port}/"
     finally:
         server.close()
+        for writer, visit in visits.items():
+            visit.cancel()
+            writer.transport.abort()
 
 
 async def kept_fresh(render: Render, storage: Storage, name: str) -> None:

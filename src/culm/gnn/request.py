@@ -94,7 +94,7 @@ class Request:
             faults.parse(kill, self.servers, self.parameter_seats, self.epochs)
         initial_weights(self.model, self.seed, self.init)
         if self.out is not None:
-            vacant(self.out)
+            vacant(self.out, resumable=False)
         prices_of().machine(self.instance)
         derive(self.suspect_after)
         prepare.check_memory(self.graph, self.model)

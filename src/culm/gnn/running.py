@@ -63,7 +63,7 @@ async def run(wanted: Request, workers: Launcher, watcher: Watcher) -> Outcome:
     if isinstance(workers, LocalLauncher):
         workers.warm()
     if wanted.out is not None:
-        claim(wanted.out)
+        claim(wanted.out, resumable=False)
     folder = RunFolder(wanted.out)
     with tempfile.TemporaryDirectory(prefix="culm-gnn-") as scratch:
         try:

@@ -149,21 +149,19 @@ def local(out: str) -> Path | None:
     return Path(out.removeprefix("file://"))
 
 
-def vacant(out: str) -> None:
+def vacant(out: str, *, resumable: bool = True) -> None:
     """Refuse a folder that something lies in already: a run never mixes with another."""
-    path = local(out)
+    path, otherwise = local(out), f", or continue it with --resume {out}" if resumable else ""
     if path is None:
-        _vacant_url(out)
+        _vacant_url(out, otherwise)
         return
     if path.is_file():
         raise UsageError(f"--out {out!r} is a file: give a folder that does not exist yet")
     if path.is_dir() and any(path.iterdir()):
-        raise UsageError(
-            f"--out {out!r} exists and is not empty: give another folder, or continue it with --resume {out}"
-        )
+        raise UsageError(f"--out {out!r} exists and is not empty: give another folder{otherwise}")
 
 
-def _vacant_url(out: str) -> None:
+def _vacant_url(out: str, otherwise: str) -> None:
     if out.startswith("memory://"):
         raise UsageError(f"--out {out!r} lies in the memory of one process: give a place that all nodes can reach")
     try:
@@ -172,12 +170,12 @@ def _vacant_url(out: str) -> None:
     except Exception as error:  # drivers raise what they like
         raise UsageError(f"--out {out!r} can not be opened: {type(error).__name__}: {error}") from None
     if taken:
-        raise UsageError(f"--out {out!r} is not empty: give another place, or continue it with --resume {out}")
+        raise UsageError(f"--out {out!r} is not empty: give another place{otherwise}")
 
 
-def claim(out: str) -> None:
+def claim(out: str, *, resumable: bool = True) -> None:
     """Make the folder, once nothing else can be refused any more."""
-    vacant(out)
+    vacant(out, resumable=resumable)
     path = local(out)
     if path is None:
         return

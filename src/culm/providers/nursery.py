@@ -183,15 +183,20 @@ class Nursery:
     def _aside(self, made: Callable[[], Report]) -> None:
         """In a child, since trying the layers out may start threads or a GPU, after which forking is unsafe."""
 
+        heard, tell = os.pipe()  # code of the user may end the process with a status of its choice
+
         def child() -> None:
             try:
                 self._report(made())
-            except BaseException as error:  # code of the user may ask to end the process, and be heard of all the same
+            except BaseException as error:  # ... or ask to end it, and be heard of all the same
                 self._report(_refusal(error))
+            os.write(tell, b".")
 
         _, status = os.waitpid(fork(child), 0)
-        if status:
-            self._report(Refused("RunError", _untimely(os.waitstatus_to_exitcode(status)), ""))
+        os.close(tell)
+        with os.fdopen(heard, "rb") as told:
+            if not told.read():
+                self._report(Refused("RunError", _untimely(os.waitstatus_to_exitcode(status)), ""))
 
     def _report(self, report: Report) -> None:
         self._pipe.send_bytes(_encode(report))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import ssl
 from urllib.parse import urlsplit
 
@@ -92,6 +93,10 @@ def refusal(fault: Fault, access: Access) -> str:
     return f"etcd at {where} refused a call: {text}"
 
 
+_HUNG_UP = (errno.ECONNRESET, errno.EPIPE)
+"""While the two greeted each other: somebody listens there, who speaks otherwise."""
+
+
 def broken(error: Exception, endpoint: str) -> Unreachable:
     """A call that got no answer."""
     if (fatal := _handshake(error, endpoint)) is not None:
@@ -100,7 +105,7 @@ def broken(error: Exception, endpoint: str) -> Unreachable:
         return Unreachable(f"{endpoint} did not answer in time")
     if isinstance(error, aiohttp.ClientConnectorDNSError):
         return Unreachable(f"{endpoint} has a name that is not known")
-    if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno is not None:
+    if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno not in (None, *_HUNG_UP):
         return Unreachable(f"{endpoint} can not be connected to ({error.os_error.strerror})")
     other = "http" if endpoint.startswith("https") else "https"
     return Unreachable(f"{endpoint} hung up", hint=f" (if it is meant to be {other}://, write so)")
