@@ -39,7 +39,7 @@ BEAT_S = 1.0
 _LEAVE_S = 1.0
 """Before its time is over a worker takes no more tasks."""
 _VERSIONS = 4
-"""Of a layer's weights that are kept: the newest, and those of intervals that started earlier."""
+"""Of a layer's weights that are kept: the last that came. Intervals that are further behind ask again."""
 
 
 def serve(ticket: Ticket) -> None:
@@ -159,8 +159,9 @@ class _Generation:
             link.close()
             return
         versions = self._weights.setdefault(message.layer, {})
+        versions.pop(message.version, None)
         versions[message.version] = received(message.names, tensors)
-        for old in sorted(versions)[:-_VERSIONS]:
+        for old in list(versions)[:-_VERSIONS]:  # what came first goes: an old version that was asked for stays
             del versions[old]
             self._asked.discard((message.layer, old))
         self._wake.set()
