@@ -17,8 +17,8 @@ from culm.gnn.page import page
 
 SMALL = "gen:sbm,vertices=60,classes=3,features=6"
 PROMISED = ("steps", "samples", "samples_expected", "samples_lost", "samples_duplicated", "wall_s", "goodput",
-            "final_loss", "weights_sha256", "preemptions", "recoveries", "cost_usd", "epochs",
-            "test_accuracy", "val_accuracy",
+            "final_loss", "weights_sha256", "state_sha256", "strategy", "preemptions", "recoveries", "cost_usd",
+            "epochs", "test_accuracy", "val_accuracy",
             "time_per_epoch_s", "relaunches", "value", "pipelines", "stages", "schedule", "exact",
             "checkpoints")  # fmt: skip
 

@@ -54,7 +54,9 @@ def test_a_hundred_kills_of_workers_and_five_of_servers_change_no_bit_and_count_
     calm = run(model, **options)
     wild = run(model, **options, kills=["chaos workers=100 servers=5"], out=str(tmp_path / "run"))
     assert wild.losses == calm.losses
-    assert wild.summary["weights_sha256"] == calm.summary["weights_sha256"]
+    for what in ("weights_sha256", "state_sha256"):
+        assert wild.summary[what] == calm.summary[what]
+    assert wild.summary["state_sha256"] != wild.summary["weights_sha256"]
     victims = [e["node"] for e in events(tmp_path / "run") if e["kind"] == "kill"]
     assert sum(v == "worker" for v in victims) == 100 <= wild.summary["workers_lost"]
     assert len(victims) - 100 == 5 <= sum(len(recovery["lost"]) for recovery in wild.summary["recoveries"])

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from culm.market import Event, Market, Trace, generate
@@ -49,6 +49,7 @@ def trace(*changes: tuple[float, str, int], nodes: int = 12, hours: float = 2.0,
     available=st.floats(0.3, 1),
     told=st.booleans(),
 )
+@example(seed=1107, rate=1.5, group=2.0, available=0.34375, told=False)  # a pipeline with several holes at once
 @settings(max_examples=12, deadline=None)
 def test_time_work_and_money_add_up(
     name: str, seed: int, rate: float, group: float, available: float, told: bool

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from culm.cluster.etcd import Access
+    from culm.runtime.state import Snapshot
 
 __all__ = ["Result", "Watcher", "train"]
 T = TypeVar("T")
@@ -194,10 +195,14 @@ def _result(outcome: Outcome, out: str | None) -> Result:
         summary=outcome.summary,
         losses=[ledger.losses[e] for e in sorted(ledger.losses)],
         evaluations=[ledger.evaluations[e] for e in sorted(ledger.evaluations)],
-        weights=state_dict(findings.best or findings.weights),
-        final_weights=state_dict(findings.weights),
+        weights=_weights(findings.best or findings.state),
+        final_weights=_weights(findings.state),
         folder=out,
     )
+
+
+def _weights(state: Mapping[int, Snapshot]) -> dict[str, Tensor]:
+    return state_dict({layer: own.parameters for layer, own in state.items()})
 
 
 def _anywhere(work: Callable[[], Coroutine[Any, Any, T]]) -> T:

@@ -1,4 +1,4 @@
-"""The newest weights of all layers, from the parameter servers."""
+"""The newest weights of all layers and what the optimizer knows of them, from the parameter servers."""
 
 from __future__ import annotations
 
@@ -9,24 +9,26 @@ from typing import TYPE_CHECKING
 from culm.errors import RunError
 from culm.gnn import messages as say
 from culm.gnn.link import Link, dial
-from culm.gnn.lookahead import received
+from culm.runtime.state import Snapshot
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from culm.gnn.model import Weights
-
 _PATIENCE_S = 60.0
 
 
-async def fetch(addresses: Sequence[str], token: str, generation: int, layers: int) -> dict[int, Weights]:
+async def fetch(addresses: Sequence[str], token: str, generation: int, layers: int) -> dict[int, Snapshot]:
     """By layer. Raises RunError if a server is gone or does not answer."""
-    found: dict[int, Weights] = {}
+    found: dict[int, Snapshot] = {}
     complete: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def heard(_: Link, message: say.Message, tensors: list[Tensor]) -> None:
-        assert isinstance(message, say.Weights)
-        found[message.layer] = received(message.names, tensors).weights
+        assert isinstance(message, say.State)
+        own, rest = tensors[: len(message.weights)], tensors[len(message.weights) :]
+        found[message.layer] = Snapshot(
+            parameters=dict(zip(message.weights, own, strict=True)),
+            moments=dict(zip(message.moments, rest, strict=True)),
+        )
         if len(found) == layers and not complete.done():
             complete.set_result(None)
 
@@ -38,7 +40,7 @@ async def fetch(addresses: Sequence[str], token: str, generation: int, layers: i
     try:
         for address in addresses:
             links.append(await dial(address, token, f"leader 0 {generation}", heard, lost))
-            links[-1].send(say.Fetch(-1))
+            links[-1].send(say.Fetch())
         await asyncio.wait_for(complete, _PATIENCE_S)
     except TimeoutError:
         raise RunError("a parameter server does not answer") from None

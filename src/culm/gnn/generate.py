@@ -84,9 +84,7 @@ def _rmat(options: Mapping[str, float], name: str) -> Graph:
     rng = np.random.default_rng(int(options["seed"]))
     scale = int(options["scale"])
     vertices, edges, classes = 2**scale, int(2**scale * options["degree"] / 2), int(options["classes"])
-    ends = np.concatenate(
-        [_rmat_edges(rng, scale, min(_AT_ONCE, edges - i)) for i in range(0, edges, _AT_ONCE)], axis=1
-    )
+    ends = _rmat_edges(rng, scale, edges)
     ends = rng.permutation(vertices)[ends]  # else the number of a vertex tells its degree
     scores = rng.standard_normal((vertices, classes), np.float32)
     features = _seen(rng, scores, int(options["features"]), options["noise"])
@@ -96,15 +94,23 @@ def _rmat(options: Mapping[str, float], name: str) -> Graph:
 
 
 def _rmat_edges(rng: np.random.Generator, scale: int, count: int) -> Array:
-    """Sources and targets: each bit of both falls into one of four quadrants."""
-    a, b, c, _ = _QUADRANTS
+    """Sources and targets, in pieces with a generator each: however many threads draw them, they are the same."""
     ends = np.zeros((2, count), np.int64)
+    pieces = [ends[:, first : first + _AT_ONCE] for first in range(0, count, _AT_ONCE)]
+    draws = [rng, *rng.spawn(len(pieces) - 1)]
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        list(threads.map(_draw_edges, draws, pieces, [scale] * len(pieces)))
+    return ends
+
+
+def _draw_edges(rng: np.random.Generator, ends: Array, scale: int) -> None:
+    """Each bit of a source and of its target falls into one of four quadrants."""
+    a, b, c, _ = _QUADRANTS
     for _ in range(scale):
-        draw = rng.random(count, np.float32)
+        draw = rng.random(ends.shape[1], np.float32)
         ends <<= 1
         ends[0] |= draw >= a + b
         ends[1] |= ((draw >= a) & (draw < a + b)) | (draw >= a + b + c)
-    return ends
 
 
 def _neighbourhood_mean(indptr: Array, indices: Array, scores: Array) -> Array:

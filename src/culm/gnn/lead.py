@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from culm.gnn.desk import Desk
     from culm.gnn.launch.base import Launcher
     from culm.gnn.meeting import Evict, Meeting
-    from culm.gnn.model import Weights
+    from culm.runtime.state import Snapshot
 
 _SUSPECT_S = 1.0
 _LOOK_S = 0.5
@@ -42,8 +42,10 @@ class Findings:
     """What a run leaves."""
 
     ledger: Ledger
-    weights: dict[int, Weights] = field(default_factory=dict)
-    best: dict[int, Weights] = field(default_factory=dict)
+    state: dict[int, Snapshot] = field(default_factory=dict)
+    """By layer, when the run was over."""
+    best: dict[int, Snapshot] = field(default_factory=dict)
+    """... and after the epoch that validation chooses."""
     generations: int = 0
     stopped: str = ""
     recoveries: Recoveries = field(default_factory=Recoveries)
@@ -280,8 +282,8 @@ class Leader:
         best = ledger.best is not None and ledger.best.epoch == evaluation.epoch
         try:
             if best or last or why is not None:
-                self.found.weights = await self._fetch()
-                self.found.best = self.found.weights if best else self.found.best
+                self.found.state = await self._fetch()
+                self.found.best = self.found.state if best else self.found.best
         except RunError as error:
             self._suspect(str(error))  # the next generation evaluates again
             return
@@ -292,7 +294,7 @@ class Leader:
         number = next(p.number for p in self._plan if not p.train and p.epoch == evaluation.epoch)
         await self._permit(number + 1)
 
-    async def _fetch(self) -> dict[int, Weights]:
+    async def _fetch(self) -> dict[int, Snapshot]:
         seats = self._setup.parameter_seats
         if any(seat not in self._members for seat in seats):
             raise RunError("a parameter server was lost")

@@ -138,7 +138,7 @@ class Pull(msgspec.Struct, frozen=True, tag="pull"):
 
 
 class Weights(msgspec.Struct, frozen=True, tag="weights"):
-    """A parameter server to a worker, or to whoever leads. Where one looks ahead, expected steps follow the weights."""
+    """A parameter server to a worker. Where one looks ahead, expected steps follow the weights."""
 
     layer: int
     version: int
@@ -146,14 +146,20 @@ class Weights(msgspec.Struct, frozen=True, tag="weights"):
 
 
 class Fetch(msgspec.Struct, frozen=True, tag="fetch"):
-    """Whoever leads to a parameter server: send this version of all layers (-1: the newest)."""
+    """Whoever leads to a parameter server: send the newest state of all layers."""
 
-    version: int
+
+class State(msgspec.Struct, frozen=True, tag="state"):
+    """The answer, for one layer: weights, and after them the moments of the optimizer."""
+
+    layer: int
+    weights: tuple[str, ...]
+    moments: tuple[str, ...]
 
 
 Message: TypeAlias = (
     Roster | Hello | Stop | Welcome | Ready | Leaving | Work | Done | Refuse | Rows | Slow
-    | Gradient | Oldest | Version | Pull | Weights | Fetch
+    | Gradient | Oldest | Version | Pull | Weights | Fetch | State
 )  # fmt: skip
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(Message).decode

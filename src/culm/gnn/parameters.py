@@ -11,7 +11,7 @@ from culm.checkpoint.shard import decode, encode
 from culm.checkpoint.storage import Storage
 from culm.errors import CheckpointError
 from culm.gnn.link import Link, Listener
-from culm.gnn.messages import Fetch, Gradient, Message, Oldest, Pull, Version, Weights
+from culm.gnn.messages import Fetch, Gradient, Message, Oldest, Pull, State, Version, Weights
 from culm.gnn.setup import pack, unpack
 from culm.gnn.shelf import Shelf
 
@@ -84,9 +84,11 @@ class ParameterSession:
             case Pull(layer, version):
                 self._pullers[layer].add(link)
                 self._send(link, layer, version)
-            case Fetch(version):
+            case Fetch():
                 for layer in self._shelf.layers:
-                    self._send(link, layer, self._shelf.newest(layer) if version < 0 else version)
+                    state = self._shelf.state(layer)
+                    tensors = [*state.parameters.values(), *state.moments.values()]
+                    link.send(State(layer, tuple(state.parameters), tuple(state.moments)), tensors)
             case _:
                 link.close()
 

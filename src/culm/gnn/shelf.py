@@ -15,6 +15,7 @@ import torch
 
 from culm.gnn.lookahead import Stashed
 from culm.gnn.tally import Tally
+from culm.runtime.state import Snapshot
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -134,9 +135,16 @@ class Shelf:
                 self.freed += 1
 
     def snapshot(self, layer: int) -> dict[str, Tensor]:
-        """Weights and moments of the newest version, as `fill` reads them."""
-        found = {f"{layer}.{name}": t.clone() for name, t in self._now[layer].items()}
-        for name, moments in self._moments[layer].items():
-            for key, value in zip(_MOMENTS, moments, strict=True):
-                found[f"optimizer.{layer}.{name}.{key}"] = value.clone()
-        return found
+        """The state under the names that `fill` reads."""
+        state = self.state(layer)
+        weights = {f"{layer}.{name}": tensor for name, tensor in state.parameters.items()}
+        return weights | {f"optimizer.{layer}.{name}": tensor for name, tensor in state.moments.items()}
+
+    def state(self, layer: int) -> Snapshot:
+        """Weights and moments of the newest version, copied: updates happen in place."""
+        moments = {
+            f"{name}.{key}": value.clone()
+            for name, own in self._moments[layer].items()
+            for key, value in zip(_MOMENTS, own, strict=True)
+        }
+        return Snapshot(parameters={name: own.clone() for name, own in self._now[layer].items()}, moments=moments)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from typing import TYPE_CHECKING, Any
 
 from culm.gnn.price import bill, prices_of, value
+from culm.runtime.state import total_digest
 
 if TYPE_CHECKING:
     from culm.gnn.desk import Desk
     from culm.gnn.graph import Graph
     from culm.gnn.lead import Findings
-    from culm.gnn.model import Weights
     from culm.gnn.setup import Setup
 
 WORKER_GB = 1769 / 1024
@@ -32,6 +31,7 @@ def summarise(
 ) -> dict[str, Any]:
     """Everything in one place. Costs are those of the named instances and of AWS Lambda, wherever it really ran."""
     ledger = findings.ledger
+    digests = [state.digest() for _, state in sorted(findings.state.items())]
     epochs = len(ledger.losses)
     times = ledger.epoch_times()
     best = ledger.best
@@ -91,20 +91,10 @@ def summarise(
         "preemptions": desk.lost + sum(len(recovery["lost"]) for recovery in recoveries),
         "recoveries": recoveries,
         "generations": findings.generations,
-        "weights_sha256": digest(findings.weights),
+        "weights_sha256": total_digest(weights for weights, _ in digests),
+        "state_sha256": total_digest(state for _, state in digests),
         "cost_usd": paid.usd,
         "cost": {"servers_usd": paid.servers_usd, "workers_usd": paid.workers_usd, "requests_usd": paid.requests_usd},
         "prices": {"as_of": prices.as_of, "source": prices.source, "instance": instance, "worker_gb": WORKER_GB},
         "value": value(wall_s, paid.usd),
     }
-
-
-def digest(weights: dict[int, Weights]) -> str:
-    """SHA-256 over the digests of the layers; a layer's is over its parameters' bytes, sorted by name."""
-    total = hashlib.sha256()
-    for _, own in sorted(weights.items()):
-        layer = hashlib.sha256()
-        for _, tensor in sorted(own.items()):
-            layer.update(tensor.contiguous().numpy().tobytes())
-        total.update(layer.digest())
-    return total.hexdigest()

@@ -68,14 +68,21 @@ class Shapes:
         missing = overlap(depths, holes, shadows=shadows)
         if missing >= len(depths):
             alone = self.steps.layout(Layout(depths[-1:])) * self.steps.doubled(1, depths[-1])
-            return alone * self._upkeep(shadows)
+            return max(alone, self._work(depths, holes)) * self._upkeep(shadows)
         if set(depths) == {self.workload.stages}:
             found = self._shadowed(depths, holes) if shadows else math.inf
             return found if found < math.inf else self._rerouted(depths, holes) * self._upkeep(shadows)
         if self.exact:
             return self._exact(depths, holes, strategy)
         twice = self.steps.doubled(len(depths), max(depths)) if shadows and holes and not missing else 1.0
-        return self.steps.layout(Layout(depths[missing:])) * twice * self._upkeep(shadows)
+        found = self.steps.layout(Layout(depths[missing:])) * twice
+        return max(found, self._work(depths, holes)) * self._upkeep(shadows)
+
+    def _work(self, depths: Depths, holes: Holes) -> float:
+        """All of a step's work, shared evenly by those who are there. The formulas count one stage that is run beside
+        another, however many are; whoever does so, this is the least that it takes."""
+        there = sum(depths) - len(holes)
+        return self.workload.micro_batches * self.workload.total_s / there if there else math.inf
 
     def _upkeep(self, shadows: bool) -> float:
         return 1 + self.steps.charges.shadow if shadows else 1.0
