@@ -109,7 +109,7 @@ def profile(case: Case) -> Profile:
     """What `culm profile` would find."""
     each = case.action_s * 4 / LAYERS
     layer = LayerCost(
-        name="nap",
+        name="Nap",
         forward_s=each,
         input_s=each,
         weight_s=each,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib
 import importlib.util
 import math
 import sys
@@ -15,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
 from culm.errors import JobError
 
 if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+
     import torch
     from torch import Tensor, nn
 
@@ -233,27 +236,46 @@ def locate(reference: str) -> Path:
     return file
 
 
+def home(file: Path) -> Path:
+    """The folder that a file's imports start from: above its outermost package, or its own where it is in none."""
+    return next(folder for folder in file.parents if not (folder / "__init__.py").is_file())
+
+
 def module(path: str) -> Any:
-    """The module of a job file, imported once under its stem, so that the classes in it have one identity."""
+    """The module of a job file, imported once, so that the classes in it have one identity: under its name in its
+    package, where it is in one, else under its stem."""
     file = locate(path)
-    name = f"{MODULES}{file.stem}"
-    loaded = sys.modules.get(name)
-    if loaded is not None and getattr(loaded, "__file__", None) == str(file):
-        return loaded
-    spec = importlib.util.spec_from_file_location(name, file)
+    spec = _spec(file)
     if spec is None or spec.loader is None:
         raise JobError(f"{path!r} is not a Python file: a job file ends in .py")
-    loaded = importlib.util.module_from_spec(spec)
-    sys.modules[name] = loaded
-    sys.path.insert(0, str(file.parent))
+    loaded = sys.modules.get(spec.name)
+    if loaded is not None and getattr(loaded, "__file__", None) == str(file):
+        return loaded
+    sys.path[:0] = dict.fromkeys((str(home(file)), str(file.parent)))
     try:
+        if spec.parent:
+            return importlib.import_module(spec.name)
+        loaded = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(loaded)
     except (Exception, SystemExit) as error:
-        del sys.modules[name]
+        sys.modules.pop(spec.name, None)
         if isinstance(error, JobError):
             raise
         raise JobError(f"{path} could not be imported: {type(error).__name__}: {error}") from error
     return loaded
+
+
+def _spec(file: Path) -> ModuleSpec | None:
+    """As part of its package, unless another package of that name is here already: then the file is taken alone."""
+    *packages, name = file.relative_to(home(file)).with_suffix("").parts
+    if packages and name != "__init__" and _ours(home(file) / packages[0]):
+        return importlib.util.spec_from_file_location(".".join((*packages, name)), file)
+    return importlib.util.spec_from_file_location(f"{MODULES}{file.stem}", file)
+
+
+def _ours(package: Path) -> bool:
+    known = sys.modules.get(package.name)
+    return known is None or str(package) in map(str, getattr(known, "__path__", ()))
 
 
 _SETTABLE = {

@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from culm.cluster.prepare import Request, prepare
 from culm.errors import NodeLost
 from culm.job import Job
 from culm.plan.lineage import Standing
-from culm.plan.profile import LayerCost, Profile
+from culm.runtime.blueprint import probe
 from culm.runtime.desk import Desk, Holding
 from culm.testing import Faults, Simulated, Trained, reference, simulate
 from culm.testing.survive import Cost, endure
@@ -196,9 +197,9 @@ def test_the_share_of_replica_forwards_that_found_a_bubble_is_reported() -> None
 def test_eager_becomes_lazy_where_the_schedule_has_no_bubble_and_says_so(tmp_path: Path) -> None:
     """With equal stages and many micro-batches zero-bubble leaves next to nothing to run forwards in."""
     many = six(global_batch=24, micro_batch=1, steps=2)
-    sizes = {"parameter_bytes": 0, "state_bytes": 0, "activation_bytes": 0, "output_bytes": 0}
-    cost = LayerCost(name="even", forward_s=1.0, input_s=1.0, weight_s=1.0, **sizes)
-    profile = Profile(layers=(cost,) * 6, device="none", micro_batch=2, threads=1, source="estimated")
+    seen = probe(many).profile
+    layers = [msgspec.structs.replace(layer, forward_s=1.0, input_s=1.0, weight_s=1.0) for layer in seen.layers]
+    profile = msgspec.structs.replace(seen, layers=tuple(layers))
     profile.save(tmp_path / "profile.json")
     shape: dict[str, Any] = {"pipelines": 1, "stages": 2, "profile": str(tmp_path / "profile.json")}
     found = simulate(many, strategy="shadow", schedule="zb", cost=even, out=str(tmp_path), **shape)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -21,10 +22,11 @@ from culm.cluster.prepare import Request, prepare
 from culm.cluster.setup import Result, encode
 from culm.cluster.store import MemoryStore
 from culm.cluster.vigil import Vigil
-from culm.errors import CheckpointError, CulmError, LayerFailed, NodeLost, NonFiniteLoss, RunError
+from culm.errors import CheckpointError, CulmError, LayerFailed, NodeLost, NonFiniteLoss, PlanError, RunError
 from culm.job import Job
 from culm.observe.folder import RunFolder
 from culm.runtime import epoch as letters
+from culm.runtime.blueprint import probe
 from culm.testing import Cluster, VirtualClock, reference, run_virtual
 from culm.testing import simulate as simulate_any
 from culm.transport.memory import MemoryNetwork
@@ -47,6 +49,26 @@ def test_a_job_of_no_steps_ends_with_its_initial_weights(tmp_path: Path) -> None
     assert found.summary["steps"] == found.summary["samples"] == 0
     assert found.summary["final_loss"] is None
     assert found.weights_sha256 == reference(job(steps=0)).weights_sha256
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "found"), [("name", "Conv2d", "Conv2d with 80"), ("parameter_bytes", 4096, "Linear with 4,096")]
+)
+def test_a_profile_of_another_model_with_as_many_layers_is_refused(
+    tmp_path: Path, field: str, value: object, found: str
+) -> None:
+    mine = probe(job()).profile
+    other = msgspec.structs.replace(mine.layers[2], **{field: value})
+    file = tmp_path / "profile.json"
+    msgspec.structs.replace(mine, layers=(*mine.layers[:2], other, *mine.layers[3:])).save(file)
+    with pytest.raises(PlanError) as refused:
+        prepare(job(), Request(stages=2, profile=str(file)))
+    ours = "Linear with 80 bytes of parameters in the job"
+    assert str(refused.value) == (
+        f"layer 2 is {found} bytes of parameters in the profile and {ours}: make a new one with culm profile"
+    )
+    mine.save(file)
+    assert prepare(job(), Request(stages=2, profile=str(file))).layers == mine.layers
 
 
 # What goes wrong in user code

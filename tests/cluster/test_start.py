@@ -71,8 +71,7 @@ def test_a_real_node_may_be_killed_while_the_run_starts(moment: str) -> None:
     async def struck() -> dict[str, Any]:
         async with local_run(nursery, pickled(job()), request) as run:
             if moment == "leads":
-                while run.leader is None:
-                    await asyncio.sleep(0.001)
+                await run.led()
             elif moment == "is up":
                 await run.node_up()
             run.nodes.stop(run.leader or 0)

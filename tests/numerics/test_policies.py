@@ -193,6 +193,16 @@ def test_weights_that_would_turn_training_around_are_named(weight: float) -> Non
         simulate(but(loss=turned), stages=2)
 
 
+def test_weights_below_nothing_are_no_step_to_skip() -> None:
+    def turned(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
+        return by_label(output, target)[0], -1.0
+
+    job = but(loss=turned, nonfinite="skip")
+    for run in (lambda: simulate(job, stages=2), lambda: reference(job)):
+        with pytest.raises(LayerFailed, match=r"weights that the loss returned add up to -5\.0 in step 0"):
+            run()
+
+
 SCHEDULES_GONE_WRONG = {
     "raises": (lambda step: 1 / (1 - step), "Job.lr_schedule raised ZeroDivisionError for step 1: division by zero"),
     "is no number": (lambda step: "small", "Job.lr_schedule raised ValueError for step 0: could not convert"),

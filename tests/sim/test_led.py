@@ -19,6 +19,7 @@ from culm.market import Event, Trace
 from culm.plan import LayerCost, Profile, Slot
 from culm.plan.reconfigure import Decision, Layout
 from culm.plan.reshape import AHEAD, QUIET, judge
+from culm.runtime.blueprint import probe
 from culm.schedule import Costs
 from culm.sim import led, ours
 from culm.sim.costs import Charges
@@ -188,15 +189,20 @@ SECONDS = 0.02
 LAYERS, MICRO_BATCHES = 6, 6
 
 
-def alike() -> Profile:
-    cost = {"forward_s": SECONDS, "input_s": SECONDS, "weight_s": SECONDS, "parameter_bytes": 4, "state_bytes": 8}
-    layer = LayerCost(name="alike", **cost, activation_bytes=4, output_bytes=4)  # type: ignore[arg-type]
-    return Profile(layers=(layer,) * LAYERS, device="virtual", micro_batch=1, threads=1, source="measured")
+def alike(job: Job) -> Profile:
+    """Of the job's layers; all take the same time and have next to nothing to move."""
+    cost = {"forward_s": SECONDS, "input_s": SECONDS, "weight_s": SECONDS, "state_bytes": 8}
+    seen = [(layer.name, layer.parameter_bytes) for layer in probe(job).profile.layers]
+    layers = [
+        LayerCost(name=name, parameter_bytes=size, **cost, activation_bytes=4, output_bytes=4)  # type: ignore[arg-type]
+        for name, size in seen
+    ]
+    return Profile(layers=tuple(layers), device="virtual", micro_batch=1, threads=1, source="measured")
 
 
 def decided_by_a_leader(folder: Path, job: Job, lost: int, **request: Any) -> list[tuple[str, str]]:
     """What the leader of a simulated cluster decided, whose every action takes what the profile says."""
-    alike().save(folder / "profile.json")
+    alike(job).save(folder / "profile.json")
     run = folder / "run"
     each: float = SECONDS * LAYERS / request["stages"]
 

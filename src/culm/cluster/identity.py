@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 import sys
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ import torch
 import culm
 from culm.cluster.prepare import look
 from culm.errors import UsageError
+from culm.job import home
 from culm.runtime.data import micro_batch
 from culm.runtime.device import device_of
 from culm.runtime.fingerprint import fingerprint
@@ -56,13 +58,14 @@ def check_identity(mine: Mapping[str, str], jobs: Mapping[str, str]) -> None:
 
 
 def _sources(file: Path) -> dict[str, str]:
-    """The job's file, and all that it imported from its own folder."""
-    found = {file}
+    """The job's file, and all that it imported from its own folder or package."""
+    found, top = {file}, home(file)
+    folder = top / file.relative_to(top).parts[0] if top != file.parent else top
     for module in list(sys.modules.values()):
         path = getattr(module, "__file__", None)
-        if path and file.parent in Path(path).parents and "site-packages" not in path:
+        if path and folder in Path(path).parents and "site-packages" not in path:
             found.add(Path(path))
-    return {f"file {path.relative_to(file.parent)}": _digest(path.read_bytes()) for path in sorted(found)}
+    return {f"file {os.path.relpath(path, file.parent)}": _digest(path.read_bytes()) for path in sorted(found)}
 
 
 def _data_digest(job: Job) -> str:

@@ -13,7 +13,7 @@ from culm.cluster.strategy import Terms, settle
 from culm.errors import CheckpointError, PlanError, UsageError
 from culm.plan.choose import choose
 from culm.plan.partition import count, partition, spans
-from culm.plan.profile import Profile
+from culm.plan.profile import LayerCost, Profile
 from culm.plan.relayout import activations, segment_costs
 from culm.runtime.blueprint import Blueprint, probe
 from culm.runtime.data import evaluation_batches
@@ -32,7 +32,7 @@ def prepare(job: Job, request: Request, *, progress: Told = lambda *_: None) -> 
     _check(job, request)
     blueprint = look(job)
     profile = _profile(job, request, blueprint, progress)
-    _check_profile(profile, job)
+    _check_profile(profile, blueprint.profile)
     pipelines, stages, cuts, why = _shape(job, request, profile)
     ranges = request.ranges if request.schedule == "interleaved" else 1
     plan = generate(
@@ -129,11 +129,23 @@ def _profile(job: Job, request: Request, blueprint: Blueprint, progress: Told) -
     return blueprint.profile
 
 
-def _check_profile(profile: Profile, job: Job) -> None:
-    if len(profile.layers) != len(job.layers):
+def _check_profile(profile: Profile, seen: Profile) -> None:
+    """A profile must be of the job's own layers, as they were seen here."""
+    if len(profile.layers) != len(seen.layers):
         raise PlanError(
-            f"the profile has {len(profile.layers)} layers, the job {len(job.layers)}: make a new one with culm profile"
+            f"the profile has {len(profile.layers)} layers, the job {len(seen.layers)}: make a new one with "
+            "culm profile"
         )
+    for index, (given, mine) in enumerate(zip(profile.layers, seen.layers, strict=True)):
+        if (given.name, given.parameter_bytes) != (mine.name, mine.parameter_bytes):
+            raise PlanError(
+                f"layer {index} is {_sized(given)} in the profile and {_sized(mine)} in the job: make a new one with "
+                "culm profile"
+            )
+
+
+def _sized(layer: LayerCost) -> str:
+    return f"{layer.name} with {layer.parameter_bytes:,} bytes of parameters"
 
 
 def _shape(job: Job, request: Request, profile: Profile) -> tuple[int, int, tuple[int, ...], str]:

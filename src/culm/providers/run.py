@@ -53,6 +53,7 @@ class LocalRun:
         self._last_t: float | None = None
         """When the last step ended, if the epoch is still the same."""
         self._begun = asyncio.Event()
+        self._led = asyncio.Event()
         self._there: set[int] = set()
         self._left = asyncio.Event()
         self._joined: set[int] = set()
@@ -84,6 +85,7 @@ class LocalRun:
             return
         elif kind == "leader":
             self.leader = int(value)
+            self._led.set()
         elif kind == "step":
             self._hear_of_step(msgspec.msgpack.decode(value))
         elif kind == "epoch":
@@ -136,6 +138,12 @@ class LocalRun:
                 await self.store.swap(key, None, value)
             else:
                 await self.store.put(key, value)
+
+    async def led(self) -> int:
+        """Wait until somebody leads: who."""
+        await self._led.wait()
+        assert self.leader is not None
+        return self.leader
 
     async def begun(self) -> None:
         """Wait for the first step to be committed."""

@@ -54,8 +54,8 @@ class Closing:
         told = self._everyone() if told is None else told
         open_step = self.desk.step(step)
         settled = open_step.settled.get(self.last)
-        if settled is not None and self.job.nonfinite == "stop":
-            check_loss(step, settled.loss_sum, settled.weight_sum)
+        if settled is not None:
+            check_loss(self.job, step, settled.loss_sum, settled.weight_sum)
         loss_sum, divisor = await self._totals(step, told)
         for holding in holdings:
             self._load_sums(step, holding)

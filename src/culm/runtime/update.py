@@ -56,13 +56,17 @@ def clip_factor(job: Job, norms: Sequence[Tensor]) -> tuple[float, Tensor]:
     return float(total), torch.clamp(limit / (total + 1e-6), max=1.0)
 
 
-def check_loss(step: int, loss_sum: float, weight_sum: float) -> None:
-    """Raises NonFiniteLoss if the step has no finite loss, LayerFailed if its weights would turn training around."""
-    if not weight_sum >= 0:
+def check_loss(job: Job, step: int, loss_sum: float, weight_sum: float) -> None:
+    """Raises LayerFailed if the weights would turn training around; NonFiniteLoss if the step has no finite loss and
+    such steps are not skipped."""
+    skips = job.nonfinite == "skip"
+    if weight_sum < 0 or (math.isnan(weight_sum) and not skips):
         raise LayerFailed(
             f"the weights that the loss returned add up to {weight_sum} in step {step}: return (sum, weight) with a "
             "weight of at least 0, such as a count"
         )
+    if skips:
+        return
     if weight_sum == 0:
         raise NonFiniteLoss(
             f"the weights that the loss returned add up to 0 in step {step}: there is nothing to learn from; make "

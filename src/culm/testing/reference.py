@@ -78,8 +78,7 @@ def _step(job: Job, state: State, step: int, dropped: Collection[int]) -> float:
         loss_sum += loss
         weight_sum += weight
         recorded.append(moved)
-    if job.nonfinite == "stop":
-        check_loss(step, loss_sum, weight_sum)
+    check_loss(job, step, loss_sum, weight_sum)
     _finish(state, weight_sum)
     norm, factor = clip_factor(job, [layer_norms(layer, state.tied) for layer in layers])
     if job.clip_norm is not None:
