@@ -6,12 +6,18 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from culm.cli import bench, main
+from culm.cli.run import _check_shared as check_shared
+from culm.cluster.etcd import parse_access
 from culm.errors import UsageError
+from culm.providers.local import Shared
 
 from .command import JOBS, one_sentence
 
@@ -52,6 +58,15 @@ def test_options_that_make_no_sense_are_refused_at_once(
     capsys: pytest.CaptureFixture[str], options: list[str], sentence: str
 ) -> None:
     assert sentence in refused(capsys, "run", JOBS, *options)
+
+
+@pytest.mark.parametrize(("kills", "traced", "option"), [(("node=0",), False, "--kill"), ((), True, "--trace")])
+def test_nodes_of_other_machines_are_not_struck_from_here(kills: tuple[str, ...], traced: bool, option: str) -> None:
+    setup: Any = SimpleNamespace(nodes=4, kills=kills)
+    ours = Shared(access=parse_access("http://127.0.0.1:1"), job="a", secret=b"", local=3)
+    with pytest.raises(UsageError, match=f"{option} strikes nodes of this machine: leave it away, or let all of them"):
+        check_shared(ours, setup, traced=traced)
+    check_shared(replace(ours, local=4), setup, traced=traced)
 
 
 def test_a_job_file_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:

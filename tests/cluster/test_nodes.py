@@ -7,7 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from culm.providers.base import Gone
+from culm.cluster.store import MemoryStore
+from culm.providers.base import REJOIN, Gone
 from culm.providers.nodes import Nodes
 
 
@@ -40,3 +41,25 @@ def test_when_nobody_is_left_it_is_said_how_to_go_on(tmp_path: Path) -> None:
 def test_when_nobody_is_left_and_nothing_was_saved_it_is_said_how_to_save(tmp_path: Path) -> None:
     for out in (tmp_path, None):
         assert "nothing of it was saved; --checkpoint-every N" in all_gone(out)
+
+
+def test_a_node_that_comes_back_by_itself_stands_in_the_zone_where_it_stood() -> None:
+    ends = iter([Gone(1, REJOIN), Gone(2, 0), Gone(0, 0)])
+    started: list[tuple[int, str]] = []
+
+    async def gone() -> Gone:
+        return next(ends)
+
+    setup = SimpleNamespace(nodes=2, out=None, survives=True)
+    run: Any = SimpleNamespace(
+        ended=False, alone=False, epoch="the first", joined=lambda _: True, setup=setup, store=MemoryStore().client("l")
+    )
+    provider: Any = SimpleNamespace(gone=gone, start=lambda node, zone: started.append((node, zone)))
+
+    async def main() -> None:
+        nodes = Nodes(run, provider)
+        await nodes.start(2, ["a", "b"])
+        await nodes.watch()
+
+    asyncio.run(main())
+    assert started == [(0, "a"), (1, "b"), (2, "b")]

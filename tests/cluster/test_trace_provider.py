@@ -149,6 +149,24 @@ def test_a_replayed_trace_takes_nodes_and_brings_new_ones_and_no_bit_differs(
 
 
 @pytest.mark.real
+def test_a_trace_may_take_a_whole_zone_of_the_nodes_that_the_run_began_with(nursery: LocalNursery) -> None:
+    """By their numbers nodes 0 and 2 would both hold stage 0, and both are in zone a."""
+    there = [Event(0.0, "add", f"n{i}", "ab"[i % 2]) for i in range(4)]
+    taken = [Event(20.0, "remove", node, "a") for node in ("n0", "n2")]
+    summary = launch(
+        pickled(described()),
+        Request(pipelines=2, stages=2, strategy="reroute"),
+        Display(),
+        prepared=lambda _: None,
+        market=Market(Trace((*there, *taken), 20.0), speedup=100),
+        nursery=nursery,
+    )
+    assert {each["source"] for each in summary["recoveries"]} == {"peers"}
+    assert summary["preemptions"] == 2
+    assert summary["state_sha256"] == reference(described()).state_sha256
+
+
+@pytest.mark.real
 def test_a_node_that_a_trace_takes_with_notice_knows_how_long_it_has(nursery: LocalNursery, tmp_path: Path) -> None:
     """A notice shorter than a step is handed over in, a longer one is worked in: so it has to be the right one."""
     trace = market((0, "+", "a"), (0, "+", "b"), (0, "+", "c"), (0, "+", "d"), (10, "-", "b"))

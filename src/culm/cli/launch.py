@@ -84,6 +84,8 @@ async def _run(
 ) -> dict[str, Any]:
     grace_s = (market.notice_s if market is not None else 0.0) or GRACE_S
     ways: dict[str, Any] = {"told": display.told, "prepared": prepared, "ports": ports, "shared": shared}
+    if market is not None:
+        ways["zones"] = lambda nodes: [event.zone for event in market.rental(nodes).first]
     async with local_run(nursery, source, request, grace_s=grace_s, **ways) as run:
         watching = [asyncio.create_task(watch(run, display)) for watch in (_watch_nodes, _watch_losses)]
         rental = None if market is None else market.rental(run.setup.nodes)

@@ -141,7 +141,7 @@ def _run(
         if shared is None:
             values.check_ports(ports, setup.nodes)
         else:
-            _check_shared(shared, setup)
+            _check_shared(shared, setup, traced=market is not None)
             values.check_ports(ports, shared.local, shared.host)
         if market is not None:
             shown.told(_beginning(market.rental(setup.nodes)), 0, 0)
@@ -160,11 +160,12 @@ def _only_with_etcd(**options: object) -> None:
             raise UsageError(f"--{name.replace('_', '-')} is for a run that other machines join: add --etcd URL")
 
 
-def _check_shared(shared: Shared, setup: Setup) -> None:
+def _check_shared(shared: Shared, setup: Setup, *, traced: bool) -> None:
     if not 0 <= shared.local <= setup.nodes:
         raise UsageError(f"--local {shared.local} does not fit {setup.nodes} nodes: use 0 to {setup.nodes}")
-    if setup.kills and shared.local < setup.nodes:
-        raise UsageError("--kill strikes nodes of this machine: leave it away, or let all of them be --local")
+    option = "--kill" if setup.kills else "--trace" if traced else ""
+    if option and shared.local < setup.nodes:
+        raise UsageError(f"{option} strikes nodes of this machine: leave it away, or let all of them be --local")
 
 
 def _beginning(rental: Rental) -> str:

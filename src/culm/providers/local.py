@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from multiprocessing import Pipe
@@ -169,12 +169,13 @@ async def local_run(
     prepared: Callable[[Setup], None] = lambda _: None,
     ports: tuple[int, int] | None = None,
     shared: Shared | None = None,
+    zones: Callable[[int], Sequence[str]] = lambda _: (),
     grace_s: float = GRACE_S,
 ) -> AsyncIterator[LocalRun]:
     """Load the job, start its nodes, and give the run to the caller; afterwards no node of this machine is left.
 
-    UsageError: the request, the job or the etcd of a shared run is wrong; nothing was started. `grace_s`: what a notice
-    to one of its nodes leaves.
+    UsageError: the request, the job or the etcd of a shared run is wrong; nothing was started. `zones`: where
+    the first nodes stand, by how many there are. `grace_s`: what a notice to one of its nodes leaves.
     """
     number = next(_runs)
     kept = _private(nursery, f"run-{number}", request, told) if shared is None else _shared(shared, request, told)
@@ -194,7 +195,8 @@ async def local_run(
         await store.put("setup", encode(setup))
         if shared is not None:
             await store.put("job", encode(JobReference(source.reference, source.overrides, loaded.identity)))
-        async with led(run, setup.nodes if shared is None else shared.local):
+        count = setup.nodes if shared is None else shared.local
+        async with led(run, count, zones(count)):
             yield run
 
 
@@ -232,11 +234,11 @@ async def _shared(shared: Shared, request: Request, told: Told) -> AsyncIterator
 
 
 @asynccontextmanager
-async def led(run: LocalRun, nodes: int) -> AsyncIterator[None]:
+async def led(run: LocalRun, nodes: int, zones: Sequence[str] = ()) -> AsyncIterator[None]:
     """Start nodes, and follow the run and them; afterwards the run has ended, and our nodes with it."""
     tasks = [asyncio.create_task(run.follow())]
     try:
-        await run.nodes.start(nodes)
+        await run.nodes.start(nodes, zones)
         tasks.append(watching := asyncio.create_task(run.nodes.watch()))
         yield
         run.fail("the launcher ended the run")

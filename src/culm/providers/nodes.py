@@ -10,6 +10,8 @@ from culm.observe.folder import saved
 from culm.providers.base import REJOIN
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from culm.providers.base import Provider
     from culm.providers.run import LocalRun
 
@@ -24,14 +26,16 @@ class Nodes:
         self._run, self._provider = run, provider
         self.there: set[int] = set()
         self._returns = 0
+        self._zones: dict[int, str] = {}
         self._became: dict[int, int] = {}
         """A node that came back by itself, and the number that it has now."""
 
-    async def start(self, count: int = 1, zone: str = "") -> range:
-        """Bring up nodes with the next numbers; they join by themselves."""
+    async def start(self, count: int = 1, zones: Sequence[str] = ()) -> range:
+        """Bring up nodes with the next numbers, each in its zone where there are any; they join by themselves."""
         numbers = await take_numbers(self._run.store, count)
-        for node in numbers:
+        for node, zone in zip(numbers, zones or [""] * count, strict=True):
             self._provider.start(node, zone)
+            self._zones[node] = zone
             self.there.add(node)
         return numbers
 
@@ -51,9 +55,10 @@ class Nodes:
                 self._run.fail(str(error))
                 return
             self.there.discard(node)
+            zone = self._zones.pop(node, "")
             if status == REJOIN and not self._run.ended and self._returns < _RETURNS:
                 self._returns += 1
-                (self._became[node],) = await self.start()
+                (self._became[node],) = await self.start(zones=[zone])
             elif status < 0 and self._run.epoch is None and self._run.setup.survives:
                 # Killed: before it had joined, or when nobody led who would have known it. The start waits for all.
                 await self._run.store.put(f"missing/{node}", b"")

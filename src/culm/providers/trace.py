@@ -27,7 +27,7 @@ async def replay(rental: Rental, run: LocalRun, clock: Clock) -> None:
         if move.kind == "remove":
             run.nodes.stop(numbers.pop(move.node), rental.notice_s)
         else:
-            (numbers[move.node],) = await run.nodes.start(zone=move.zone)
+            (numbers[move.node],) = await run.nodes.start(zones=[move.zone])
 
 
 def beside_ideal(rental: Rental, run: LocalRun, summary: Mapping[str, Any]) -> dict[str, float | None]:
