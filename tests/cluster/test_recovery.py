@@ -186,6 +186,20 @@ def test_what_a_shadow_ran_ahead_is_not_run_again(survive: Eye, schedule: str) -
     assert any(cell.segment == 2 for standing in before.standings for cell in standing.forwards)
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb"])
+@pytest.mark.parametrize("again", [False, True])
+def test_gradients_that_are_lost_on_the_way_when_the_sum_is_complete_are_made_from_the_tapes_of_a_replica(
+    survive: Eye, schedule: str, again: bool
+) -> None:
+    """What node 2 sent to node 1 is still on a slow link when it dies; node 5 has added up with it. Node 1 has run the
+    forwards of its replica. A second loss, of the one that has the sum, in the midst of that changes nothing."""
+    faults = Faults().slow_link(2, 1, latency=0.5).kill(2, at="2S", step=STEP, silence=True)
+    faults = faults.kill(5, at="adopt", nth=2) if again else faults
+    seen = survive(six(), faults, pipelines=2, stages=3, strategy="shadow", schedule=schedule)
+    assert [STEP, 2, 0] in [[*cell] for standing in seen.standings for cell in standing.forwards]
+    assert (1, STEP, "2I0") in seen.done
+
+
 def test_the_share_of_replica_forwards_that_found_a_bubble_is_reported() -> None:
     shape: dict[str, Any] = {"pipelines": 1, "stages": 3, "cost": even}
     share = simulate(six(), strategy="shadow", **shape).summary["bubble_share"]

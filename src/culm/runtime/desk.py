@@ -117,12 +117,16 @@ class Holding:
         self.version += 1
 
     def ghost(self, step: int) -> dict[int, Segment]:
-        """The segments as they were for an open step, to run things for their output alone: nothing here moves."""
+        """The segments as they were for an open step, to run things for their output alone: nothing here moves. Where
+        the step is not made yet they go on from the tapes that there are."""
         state = self.state
         if self.version != step:
             state = State(self.job, self.state.layers, self.state.device)
             state.restore(Snapshot(parameters=self._old[step], buffers=self.state.whole().buffers))
-        return {g: Segment(self.job, state, span) for g, span in self.spans.items()}
+        made = {g: Segment(self.job, state, span) for g, span in self.spans.items()}
+        for g, segment in made.items():
+            segment.tapes = {key: tape for key, tape in self.segments[g].tapes.items() if key[0] == step}
+        return made
 
 
 class Desk:
