@@ -11,11 +11,12 @@ import torch
 from benchmarks.detection import detected, spread, took
 from benchmarks.emulated import Emulated, Nap
 from benchmarks.lanes import Lanes
-from benchmarks.resilience import ORDER, QUICK, STRATEGIES, Cost, Result, table
 from benchmarks.resilience_losses import Scene, under_losses, undisturbed
 from benchmarks.resilience_overhead import STRATEGIES as MEASURED
 from benchmarks.resilience_overhead import Effort, overhead, shape
 from benchmarks.resilience_pause import HIT, STEPS, late
+from benchmarks.resilience_plan import ORDER, QUICK, STRATEGIES
+from benchmarks.resilience_result import Cost, Result, table
 from rich.console import Console
 
 from benchmarks import resilience_pause, slow
