@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 from dataclasses import replace
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from benchmarks.computed import SPEC, Computed
 from benchmarks.detection import detected, spread, took
 from benchmarks.emulated import Emulated, Nap
 from benchmarks.lanes import Lanes
@@ -20,9 +22,11 @@ from benchmarks.resilience_result import Cost, Result, table
 from rich.console import Console
 
 from benchmarks import resilience_pause, slow
+from culm.api import pickled
 from culm.checkpoint import Storage
 from culm.cluster.setup import STRATEGIES as ABLE
-from culm.providers.local import LocalNursery
+from culm.cluster.setup import Request
+from culm.providers.local import LocalNursery, local_run
 from culm.testing import reference
 
 if TYPE_CHECKING:
@@ -223,6 +227,20 @@ def test_a_checkpoint_on_slow_storage_is_gone_back_to(nursery: LocalNursery, tmp
     out = slow.place(str(tmp_path), write_s=0.01, read_s=0.05)
     ran = under_losses(SCENE, nursery, "checkpoint", calm.step_s, out=out, checkpoint_every=2, replace_within=5.0)
     assert "checkpoint" in {each["source"] for each in ran.summary["recoveries"]}
+    assert list(tmp_path.glob("checkpoints/*"))
+
+
+@pytest.mark.real
+def test_nodes_that_really_compute_know_slow_storage_too(nursery: LocalNursery, tmp_path: Path) -> None:
+    work = Computed(stages=2, micro_batches=2, steps=2, spec=replace(SPEC, width=16, tokens=8))
+    out = slow.place(str(tmp_path), write_s=0.01, read_s=0.01)
+    asked = Request(pipelines=1, stages=2, cuts=work.cuts, out=out, checkpoint_every=1)
+
+    async def ran() -> dict[str, Any]:
+        async with local_run(nursery, pickled(work.job()), asked) as run:
+            return dict((await run.result()).summary or {})
+
+    assert asyncio.run(ran())["steps"] == 2
     assert list(tmp_path.glob("checkpoints/*"))
 
 
