@@ -182,6 +182,9 @@ def bamboo(scene: Scene, nursery: LocalNursery, progress: Callable[[str], object
     long to write a checkpoint, aside, and a restart, the wait for the node included, as long as theirs."""
     calm = undisturbed(replace(scene, steps=12), nursery)
     ours = under_losses(scene, nursery, "reroute", calm.step_s)
+    progress(
+        f"a loss every {scene.loss_every:g} steps of {calm.step_s:.2f} s: reroute {ours.goodput / calm.goodput:.0%}"
+    )
     with tempfile.TemporaryDirectory(prefix="culm-bench-") as folder:
         read_s = max(0.0, RESTART_STEPS - scene.back_after) * calm.step_s
         out = slow.place(str(Path(folder) / "run"), write_s=WRITE_STEPS * calm.step_s, read_s=read_s)
