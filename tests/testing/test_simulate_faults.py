@@ -177,3 +177,12 @@ def test_every_action_that_a_plan_writes_is_a_moment_of_its_node(schedule: str) 
         for action in (*map(str, row), *(f"{action}+" for action in row if action.kind is Kind.S)):
             faults = faults.pause(node, at=action, step=1, seconds=0.1)
     assert not hurt(faults, schedule=schedule, strategy="none").missed(faults)
+
+
+def test_notice_to_a_node_that_has_not_come_yet_is_heard_by_the_others_alone() -> None:
+    """Node 4 comes two steps after the notice to nodes 3 and 4."""
+    faults = Faults().warn((3, 4), step=0, nth=2, seconds=30.0).join(0, step=2)
+    run = simulate(job(steps=5, exact=True), faults=faults, pipelines=2, stages=2, strategy="reroute")
+    assert run.missed(faults) == []
+    assert run.state_sha256 == reference(job(steps=5, exact=True)).state_sha256
+    assert [each["lost"] for each in run.summary["recoveries"]] == [[3]]

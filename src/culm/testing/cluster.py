@@ -218,7 +218,10 @@ class Cluster:
         self.machines.kill([node])
 
     def warn(self, node: int, seconds: float) -> None:
-        """Give a node notice: it vanishes after so many seconds, unless it has gone before."""
+        """Give a node notice: it vanishes after so many seconds, unless it has gone before. One that has not come yet
+        hears of nothing."""
+        if node not in self._nodes:
+            return
         self.history.note(node, f"has {seconds:g} s of notice")
         self._notices[node].give(seconds)
 
