@@ -12,9 +12,9 @@ from culm.gnn.model import kept
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from culm.gnn.board import Pass
     from culm.gnn.dense import Gradients
     from culm.gnn.model import Model, Weights
+    from culm.gnn.passes import Pass
     from culm.gnn.program import Step
 
 
