@@ -14,13 +14,14 @@ The version that an interval reads first in a pass is the one it gets for all of
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from culm.gnn.feeds import Feed, Feeds
 from culm.gnn.hands import Hands
 from culm.gnn.model import Model
 from culm.gnn.passes import Pass, Task
+from culm.gnn.pins import Pins
 from culm.gnn.program import Place, Step, walk, weights_of
 from culm.gnn.queues import Obstacle, Queues
 
@@ -33,10 +34,6 @@ _PERMIT, _STEP, _SLOWEST = Obstacle("permit"), Obstacle("step"), Obstacle("slowe
 class _Interval:
     number: int
     at: int = 0
-    pinned: dict[int, int] = field(default_factory=dict)
-    """Version by layer, from the first read in this pass on."""
-    ahead: dict[int, int] = field(default_factory=dict)
-    """The same for the next pass, once its first task has been promised to somebody."""
 
 
 class Board:
@@ -64,7 +61,7 @@ class Board:
         self._last: tuple[int, int] | None = None
         self._feeds = Feeds(feeds, server)
         self._slowest: dict[int, int] = {other: start for other in range(servers) if other != server}
-        self._versions: dict[int, int] = {}
+        self._pins = Pins(staleness if mode == "async" else 0)
         trained = next((p.number for p in plan[start:] if p.train), start)
         self._first = {False: start, True: trained}
         """The first pass that sends rows forward, and back: nothing older is ever there."""
@@ -96,17 +93,16 @@ class Board:
 
     def why_not(self, task: Task) -> str | None:
         """What a task waits for, for people; None: nothing."""
-        obstacle = self._obstacle(task)
+        obstacle, now = self._obstacle(task), self.plan[task.number]
         if obstacle is None:
             return None
-        behind, needed = task.number - self.slowest, self._pinned(task).get(obstacle.layer)
+        layer, behind = obstacle.layer, task.number - self.slowest
         return {
             "permit": f"pass {task.number} is not permitted yet",
             "step": "another interval is still at the step before",
             "slowest": f"the slowest interval is {behind} passes behind, {self._staleness} are allowed",
-            "rows": f"rows of layer {obstacle.layer} have not come from all neighbours",
-            "weights": f"version {self._oldest(self.plan[task.number]) if needed is None else needed} of layer "
-            f"{obstacle.layer} is not there yet",
+            "rows": f"rows of layer {layer} have not come from all neighbours",
+            "weights": f"version {self._pins.needed(task, now, layer)} of layer {layer} is not there yet",
         }[obstacle.what]
 
     def _obstacle(self, task: Task) -> Obstacle | None:
@@ -122,7 +118,8 @@ class Board:
             lagging = self._feeds.lagging(task.interval, step.layer, step.back, self._needed(task, step.back))
             if lagging is not None:
                 return Obstacle("rows", step.layer, step.back, lagging)
-        return self._weights_missing(task, step, now)
+        missing = self._pins.missing(task, now, self._reads[step])
+        return None if missing is None else Obstacle("weights", missing)
 
     def _needed(self, task: Task, back: bool) -> int:
         """The oldest pass whose rows may be gathered."""
@@ -134,29 +131,9 @@ class Board:
             oldest -= 1  # evaluations send nothing back
         return max(first, oldest)
 
-    def _weights_missing(self, task: Task, step: Step, now: Pass) -> Obstacle | None:
-        pinned = self._pinned(task)
-        for layer in self._reads[step]:
-            if self._versions.get(layer, -1) < pinned.get(layer, self._oldest(now)):
-                return Obstacle("weights", layer)
-        return None
-
-    def _oldest(self, now: Pass) -> int:
-        """The oldest version that a pass may begin with."""
-        return max(0, now.version - (self._staleness if self._mode == "async" and now.train else 0))
-
-    def _pinned(self, task: Task) -> dict[int, int]:
-        mine = self._intervals[task.interval]
-        return mine.pinned if task.number == mine.number else mine.ahead
-
     def versions(self, task: Task) -> dict[int, int]:
         """The version of each layer that a task reads; from here on pinned for its interval until the pass ends."""
-        pinned, now = self._pinned(task), self.plan[task.number]
-        layers = self._reads[self.step(task)]
-        for layer in layers:
-            newest = max(self._versions.get(layer, -1), self._oldest(now))
-            pinned.setdefault(layer, min(newest, now.version))
-        return {layer: pinned[layer] for layer in layers}
+        return self._pins.read(task, self.plan[task.number], self._reads[self.step(task)])
 
     def following(self, task: Task) -> Task | None:
         """The first task of an interval's next pass, if whoever does the last one of this pass may go on with it.
@@ -174,14 +151,9 @@ class Board:
         """Whether a task that was given out ahead of its time still waits for its weights."""
         return self._hands.waits(task)
 
-    def _too_early(self, task: Task) -> bool:
-        return any(self._versions.get(layer, -1) < version for layer, version in self._pinned(task).items())
-
     def oldest_version(self, layer: int) -> int:
         """No interval of this server will ever ask for an older one."""
-        newest = self._versions.get(layer, 0)
-        held = [i.pinned[layer] for i in self._intervals if layer in i.pinned]
-        return min([newest, *held])
+        return self._pins.oldest(layer)
 
     @property
     def slowest(self) -> int:
@@ -237,7 +209,7 @@ class Board:
 
     def begin(self, task: Task, worker: str, now: float) -> None:
         """Somebody starts on a task."""
-        self._hands.begin(task, worker, now, waits=self._too_early(task))
+        self._hands.begin(task, worker, now, waits=self._pins.promised(task))
 
     def done(self, task: Task, now: float) -> bool:
         """A task is finished, by whoever: True the first time, and only then its result counts."""
@@ -255,7 +227,7 @@ class Board:
         mine.at += 1
         if mine.at == len(self._walks[self.plan[task.number].train]):
             mine.number, mine.at = mine.number + 1, 0
-            mine.pinned, mine.ahead = mine.ahead, {}
+            self._pins.ended(task.interval, task.number)
         if before == task[:2]:
             self._last = None
             self._moved(before)
@@ -284,8 +256,8 @@ class Board:
 
     def version(self, layer: int, version: int, now: float = 0.0) -> None:
         """A parameter server has a new version. Whoever has waited for it begins only now."""
-        self._versions[layer] = max(version, self._versions.get(layer, -1))
-        self._hands.recheck(self._too_early, now)
+        self._pins.published(layer, version)
+        self._hands.recheck(self._pins.promised, now)
         self._queues.release(Obstacle("weights", layer))
 
     def progressed(self, server: int, slowest: int) -> None:
