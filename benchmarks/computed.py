@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from benchmarks import slow
 from benchmarks.job import LARGE, GPTSpec, even_cut
@@ -12,7 +12,14 @@ from culm.job import Job
 slow.register()  # wherever the job is unpickled, such storage is known
 BLOCKS = 4
 """Of a stage."""
-SPEC = replace(LARGE, micro_batch=2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Known(GPTSpec):
+    """A spec of this module, so that a node which unpickles a job of it imports this one."""
+
+
+SPEC = Known(**asdict(replace(LARGE, micro_batch=2)))
 """Short enough steps that a run sees several losses."""
 
 
@@ -24,7 +31,7 @@ class Computed:
     micro_batches: int
     """Of the whole step."""
     steps: int
-    spec: GPTSpec = SPEC
+    spec: Known = SPEC
 
     def job(self) -> Job:
         """As a user would write it."""

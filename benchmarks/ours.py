@@ -6,7 +6,7 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -83,6 +83,10 @@ class CulmPipeline:
             pinned.pin(pinned.workers(self.nursery.pid))
             self._pinned = True
         return seconds
+
+    def move(self, cores: Sequence[int]) -> None:
+        """From here on workers compute on these cores."""
+        pinned.pin(pinned.workers(self.nursery.pid), cores)
 
     async def _advance(self, steps: int) -> None:
         self._done += steps

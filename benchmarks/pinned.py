@@ -29,9 +29,9 @@ def _siblings(core: int) -> str:
         return str(core)
 
 
-def pin(pids: Sequence[int]) -> None:
+def pin(pids: Sequence[int], cores: Sequence[int] | None = None) -> None:
     """Each process to a core of its own, in this order; none of them where there are fewer cores than processes."""
-    cores = places()
+    cores = places() if cores is None else cores
     if len(cores) < len(pids):
         return
     for pid, core in zip(pids, cores, strict=False):

@@ -21,13 +21,11 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Protocol, TypedDict
-
-from rich.table import Table
+from typing import Any, Protocol
 
 from benchmarks import detection, resilience_overhead, slow
 from benchmarks import resilience_pause as pauses
@@ -35,134 +33,13 @@ from benchmarks.detection import spread
 from benchmarks.lanes import Lanes
 from benchmarks.pipeline import cores, setting
 from benchmarks.resilience_losses import Cell, Ran, Scene, Tuned, best, grid, tries, under_losses, undisturbed
-from benchmarks.resilience_overhead import Effort, Factory, Overhead, overhead, shape
-from culm.cluster.setup import STRATEGIES as ABLE
+from benchmarks.resilience_overhead import Effort, Factory, overhead, shape
+from benchmarks.resilience_plan import FULL, NOTICE_STEPS, QUICK, RESTART_STEPS, WRITE_STEPS, Plan
+from benchmarks.resilience_result import Losses, Real, Result, unmeasured
 from culm.errors import UsageError
 from culm.providers.local import LocalNursery
 
 PARTS = ("losses", "pause", "grid", "bamboo", "detection", "overhead", "real")
-ORDER = ("none", "checkpoint", "migrate", "drop", "templates", "shadow-lazy", "shadow", "reroute", "auto")
-STRATEGIES = tuple(name for name in ORDER if name in ABLE)
-NOTICE_STEPS = 2.0
-"""What `migrate` hears before a loss: without notice it is `checkpoint` by another name. The others hear nothing."""
-RESTART_STEPS, WRITE_STEPS, BAMBOO_LOSS_EVERY = 17.0, 11.0, 45.0
-"""Of the baseline that Bamboo's authors measured: a step took 8.3 s on 64 nodes, a restart with loading 138 s, a write
-89 s."""
-
-
-class Cost(TypedDict):
-    """What one strategy costs; None: not measured, or there is nothing to measure."""
-
-    vs_undisturbed: float | None
-    """Goodput under losses over that of the undisturbed run."""
-    vs_checkpoint: float | None
-    """... and over that of the tuned checkpoint baseline under the same losses."""
-    pause_steps: float | None
-    pause_bound_steps: float | None
-    pause_s: float | None
-    pause_within: float | None
-    """The share of losses with a pause of no more than the bound, a tenth of a step and half a second."""
-    pause_step_s: float | None
-    bubble_share: float | None
-    preemptions: int | None
-    notice_steps: float
-    overhead: float | None
-    overhead_ci: list[float] | None
-    real: Overhead | None
-    """All that was measured with real compute."""
-
-
-class Losses(TypedDict):
-    """Goodput under losses."""
-
-    scene: dict[str, Any]
-    checkpoint: dict[str, Any]
-    """The baseline at its best."""
-    strategies: dict[str, dict[str, Any]]
-    """Those keys of `Cost` that come of it."""
-
-
-class Real(TypedDict):
-    """What was measured with real compute under losses."""
-
-    losses: Losses
-    pause: dict[str, float | None]
-    """Of `reroute`."""
-    bamboo: dict[str, Any]
-
-
-class Result(TypedDict):
-    """The JSON of the bench. None, or empty: that part was not asked for."""
-
-    strategies: dict[str, Cost]
-    detect_ms: dict[str, float | None]
-    compute: str
-    overhead_compute: str
-    scene: dict[str, Any]
-    checkpoint: dict[str, Any]
-    grid: list[Cell]
-    bamboo: dict[str, Any] | None
-    real: Real | None
-    """None as well where there are fewer cores than workers."""
-    kills: dict[str, int]
-    cores: int
-    workers: int
-    lanes: int
-    """Runs with emulated compute that went on side by side."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """How long the bench looks, and at what."""
-
-    scene: Scene
-    strategies: tuple[str, ...] = STRATEGIES
-    every: tuple[int, ...]
-    """Steps between two checkpoints that the baseline is tuned over ..."""
-    waits: tuple[bool, ...]
-    """... and whether a restart waits for a node."""
-    pause_kills: int
-    pause_unit_s: float | None
-    detect_kills: int = 0
-    grid: tuple[tuple[float, float], ...] = ()
-    """(seconds of an action, steps between two losses) of each cell."""
-    bamboo: Scene | None
-    effort: Effort = resilience_overhead.FULL
-    real: Plan | None = None
-
-
-_SCENE = Scene(pipelines=4, stages=4, each=4, unit_s=2 / 21, steps=40)
-"""Steps of two seconds, 21 actions long; nine of them are bubbles, in which peers run a lost node's micro-batches."""
-_REAL = Scene(pipelines=4, stages=3, each=4, unit_s=None, steps=30)
-FULL = Plan(
-    scene=_SCENE,
-    every=(1, 2, 4),
-    waits=(True, False),
-    pause_kills=40,
-    pause_unit_s=0.05,
-    detect_kills=40,
-    grid=tuple((unit_s, every) for unit_s in (0.01, 0.025, 0.05) for every in (5.0, 10.0, 20.0)),
-    bamboo=replace(_SCENE, unit_s=0.02, steps=90, loss_every=BAMBOO_LOSS_EVERY),
-    real=Plan(
-        scene=_REAL,
-        strategies=("checkpoint", "templates", "shadow", "reroute"),
-        every=(1, 2),
-        waits=(True,),
-        pause_kills=12,
-        pause_unit_s=None,
-        bamboo=replace(_REAL, steps=90, loss_every=BAMBOO_LOSS_EVERY),
-    ),
-)
-QUICK = Plan(
-    scene=Scene(pipelines=4, stages=3, each=3, unit_s=0.025, steps=14),
-    every=(4,),
-    waits=(False,),
-    pause_kills=2,
-    pause_unit_s=0.03,
-    detect_kills=4,
-    bamboo=None,
-    effort=resilience_overhead.QUICK,
-)
 
 
 class Pool(Factory, Protocol):
@@ -181,7 +58,7 @@ def run(
 ) -> Result:
     """Measure every strategy; `progress` gets a line for each figure. Raises what a run raises."""
     plan = plan or (QUICK if quick else FULL)
-    costs = {name: _cost() for name in plan.strategies}
+    costs = {name: unmeasured() for name in plan.strategies}
     found = Result(
         strategies=costs,
         detect_ms=spread([]),
@@ -277,12 +154,6 @@ def _shares(ran: Ran, calm: float, base: Tuned) -> dict[str, Any]:
     }
 
 
-def _cost() -> Cost:
-    """Nothing measured yet."""
-    known: dict[str, Any] = dict.fromkeys(Cost.__annotations__)
-    return Cost(**{**known, "notice_steps": 0.0})  # type: ignore[typeddict-item]
-
-
 def _overhead(culm: Factory, effort: Effort, name: str) -> dict[str, Any]:
     found = overhead(culm, effort, name, *shape(name, cores()))
     return {"overhead": found["overhead"], "overhead_ci": found["overhead_ci"], "real": found}
@@ -311,6 +182,9 @@ def bamboo(scene: Scene, nursery: LocalNursery, progress: Callable[[str], object
     long to write a checkpoint, aside, and a restart, the wait for the node included, as long as theirs."""
     calm = undisturbed(replace(scene, steps=12), nursery)
     ours = under_losses(scene, nursery, "reroute", calm.step_s)
+    progress(
+        f"a loss every {scene.loss_every:g} steps of {calm.step_s:.2f} s: reroute {ours.goodput / calm.goodput:.0%}"
+    )
     with tempfile.TemporaryDirectory(prefix="culm-bench-") as folder:
         read_s = max(0.0, RESTART_STEPS - scene.back_after) * calm.step_s
         out = slow.place(str(Path(folder) / "run"), write_s=WRITE_STEPS * calm.step_s, read_s=read_s)
@@ -332,52 +206,6 @@ def bamboo(scene: Scene, nursery: LocalNursery, progress: Callable[[str], object
         "checkpoint": theirs.goodput / calm.goodput,
         "ratio": ours.goodput / theirs.goodput,
     }
-
-
-def table(result: Result) -> Table:
-    """The figures for people."""
-    scene = result["scene"]
-    told = "a node lost every {loss_every_steps:g} steps, back after {back_after_steps:g}"
-    made = Table(
-        title=told.format(**scene) if scene else None,
-        caption=_caption(result),
-    )
-    made.add_column("strategy")
-    for name in ("of undisturbed", "of checkpoint", "pause", "bound", "overhead", "95 %"):
-        made.add_column(name, justify="right")
-    for name, cost in result["strategies"].items():
-        made.add_row(name, *_cells(cost))
-    return made
-
-
-def _caption(result: Result) -> str:
-    detect = result["detect_ms"]["median"]
-    parts = [
-        "{pipelines} x {stages} nodes, compute emulated, steps of {step_s:.2f} s; overhead with real compute".format(
-            **result["scene"]
-        ),
-        f"detected after {detect:.0f} ms (median)" if detect is not None else "",
-        setting(result["cores"], result["workers"]),
-    ]
-    if result["bamboo"] is not None:
-        parts.insert(1, "{ratio:.2f} times a checkpoint with Bamboo's costs".format(**result["bamboo"]))
-    return "; ".join(filter(None, parts))
-
-
-def _cells(cost: Cost) -> list[str]:
-    interval = cost["overhead_ci"]
-    return [
-        _or_dash(cost["vs_undisturbed"], "{:.0%}"),
-        _or_dash(cost["vs_checkpoint"], "{:.2f} x"),
-        _or_dash(cost["pause_steps"], "{:.2f} steps"),
-        _or_dash(cost["pause_bound_steps"], "{:.2f} steps"),
-        _or_dash(cost["overhead"], "{:+.1%}"),
-        "-" if interval is None else f"{interval[0]:+.1%} to {interval[1]:+.1%}",
-    ]
-
-
-def _or_dash(value: float | None, shown: str) -> str:
-    return "-" if value is None else shown.format(value)
 
 
 def main() -> None:

@@ -1,30 +1,38 @@
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from benchmarks.computed import SPEC, Computed
 from benchmarks.detection import detected, spread, took
 from benchmarks.emulated import Emulated, Nap
 from benchmarks.lanes import Lanes
-from benchmarks.resilience import ORDER, QUICK, STRATEGIES, Cost, Result, table
 from benchmarks.resilience_losses import Scene, under_losses, undisturbed
 from benchmarks.resilience_overhead import STRATEGIES as MEASURED
-from benchmarks.resilience_overhead import Effort, overhead, shape
+from benchmarks.resilience_overhead import overhead, shape
 from benchmarks.resilience_pause import HIT, STEPS, late
+from benchmarks.resilience_plan import ORDER, QUICK, STRATEGIES
+from benchmarks.resilience_result import Cost, Result, table
 from rich.console import Console
 
 from benchmarks import resilience_pause, slow
+from culm.api import pickled
 from culm.checkpoint import Storage
 from culm.cluster.setup import STRATEGIES as ABLE
-from culm.providers.local import LocalNursery
+from culm.cluster.setup import Request
+from culm.providers.local import LocalNursery, local_run
 from culm.testing import reference
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from benchmarks.job import Cut, GPTSpec
 
 STEP_S = {"none": 0.1, "reroute": 0.1, "shadow-lazy": 0.105, "shadow": 0.11}
@@ -36,6 +44,7 @@ class Fake:
 
     def __init__(self) -> None:
         self.started: list[str] = []
+        self.rounds: list[tuple[float, tuple[int, ...]]] = []
         self.open = 0
 
     def __call__(self, spec: GPTSpec, cut: Cut, schedule: str, **more: Any) -> FakeRun:
@@ -48,10 +57,15 @@ class Fake:
 class FakeRun:
     def __init__(self, factory: Fake, step_s: float) -> None:
         self.factory, self.step_s = factory, step_s
+        self.cores: tuple[int, ...] = ()
         self.summary: dict[str, Any] = {}
 
     def round(self, steps: int) -> float:
+        self.factory.rounds.append((self.step_s, self.cores))
         return steps * self.step_s
+
+    def move(self, cores: Sequence[int]) -> None:
+        self.cores = tuple(cores)
 
     def close(self) -> None:
         self.factory.open -= 1
@@ -65,9 +79,21 @@ def test_the_overhead_is_what_a_step_takes_longer_than_under_none(strategy: str)
     assert found["overhead_ci"] == pytest.approx([found["overhead"]] * 2)
 
 
+def test_where_there_are_cores_for_both_they_run_at_the_same_time_and_change_places() -> None:
+    fake = Fake()
+    found = overhead(fake, replace(QUICK.effort, rounds_together=8, starts=2), "shadow", 1, 2, cores=range(5))
+    assert found["together"]
+    assert found["rounds"] == 8
+    assert found["overhead"] == pytest.approx(STEP_S["shadow"] / STEP_S["none"] - 1)
+    moved = [where for step_s, where in fake.rounds if where and step_s == STEP_S["none"]]
+    assert set(moved) == {(0, 1), (2, 3)}
+    assert all(before != after for before, after in pairwise(moved[:5]))
+    assert not overhead(fake, QUICK.effort, "shadow", 1, 2, cores=range(3))["together"]
+
+
 def test_both_sides_take_turns_in_being_started_first_and_none_is_left_open() -> None:
     fake = Fake()
-    overhead(fake, Effort(jobs=QUICK.effort.jobs, rounds=4, starts=2, round_s=0.1), "reroute", 2, 1)
+    overhead(fake, replace(QUICK.effort, rounds=4, starts=2), "reroute", 2, 1)
     assert fake.started == ["none", "reroute", "reroute", "none"]
     assert fake.open == 0
 
@@ -222,6 +248,20 @@ def test_a_checkpoint_on_slow_storage_is_gone_back_to(nursery: LocalNursery, tmp
     out = slow.place(str(tmp_path), write_s=0.01, read_s=0.05)
     ran = under_losses(SCENE, nursery, "checkpoint", calm.step_s, out=out, checkpoint_every=2, replace_within=5.0)
     assert "checkpoint" in {each["source"] for each in ran.summary["recoveries"]}
+    assert list(tmp_path.glob("checkpoints/*"))
+
+
+@pytest.mark.real
+def test_nodes_that_really_compute_know_slow_storage_too(nursery: LocalNursery, tmp_path: Path) -> None:
+    work = Computed(stages=2, micro_batches=2, steps=2, spec=replace(SPEC, width=16, tokens=8))
+    out = slow.place(str(tmp_path), write_s=0.01, read_s=0.01)
+    asked = Request(pipelines=1, stages=2, cuts=work.cuts, out=out, checkpoint_every=1)
+
+    async def ran() -> dict[str, Any]:
+        async with local_run(nursery, pickled(work.job()), asked) as run:
+            return dict((await run.result()).summary or {})
+
+    assert asyncio.run(ran())["steps"] == 2
     assert list(tmp_path.glob("checkpoints/*"))
 
 

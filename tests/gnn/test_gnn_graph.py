@@ -16,9 +16,10 @@ from tests.gnn.house import small_graph
 from tests.gnn.peer import edge_index, pyg
 
 from culm.errors import UsageError
+from culm.gnn import graph as graphs
 from culm.gnn import memory
 from culm.gnn.generate import generate
-from culm.gnn.graph import TEST, TRAIN, VAL, Graph, split
+from culm.gnn.graph import TEST, TRAIN, VAL, Graph, csr, split
 from culm.gnn.partition import balanced, cut, owners
 from culm.gnn.readers import as_graph, load
 
@@ -78,6 +79,22 @@ def test_a_graph_without_features_is_refused() -> None:
 def test_self_loops_and_duplicates_are_dropped() -> None:
     edges = np.concatenate([RING, RING[:, :2], [[2], [2]]], 1)
     assert same(ring(), ring(edges=edges))
+
+
+@pytest.mark.parametrize("pieces", [1, 3, 10])
+def test_edges_sorted_in_pieces_are_the_same_edges(pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources, targets = np.random.default_rng(0).integers(0, 40, (2, 300))
+    lists: list[set[int]] = [set() for _ in range(40)]
+    for a, b in zip(sources.tolist(), targets.tolist(), strict=True):
+        lists[a] |= {b} - {a}
+        lists[b] |= {a} - {b}
+    monkeypatch.setattr(graphs, "_AT_ONCE", 300 // pieces)
+    indptr, indices = csr(sources, targets, 40, symmetrize=True)
+    assert [sorted(own) for own in lists] == [part.tolist() for part in np.split(indices, indptr[1:-1])]
+    heads = np.repeat(np.arange(40), np.diff(indptr))
+    assert np.array_equal(csr(indices, heads, 40, symmetrize=False)[1], indices)
+    with pytest.raises(UsageError, match=f"1 of {len(indices) - 1} edges have no reverse"):
+        csr(indices[1:], heads[1:], 40, symmetrize=False)
 
 
 @pytest.mark.parametrize(

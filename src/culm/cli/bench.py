@@ -80,11 +80,11 @@ def _module(name: str) -> Callable[[bool], tuple[Any, Any]]:
 def _resilience(quick: bool) -> tuple[Any, Any]:
     from benchmarks.ours import CulmPool
 
-    from benchmarks import resilience
+    from benchmarks import resilience, resilience_result
 
     with CulmPool() as pool:
         result = resilience.run(pool, quick=quick, progress=_progress)
-    return result, resilience.table(result)
+    return result, resilience_result.table(result)
 
 
 def _progress(line: str) -> None:

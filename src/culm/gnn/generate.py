@@ -85,7 +85,7 @@ def _rmat(options: Mapping[str, float], name: str) -> Graph:
     scale = int(options["scale"])
     vertices, edges, classes = 2**scale, int(2**scale * options["degree"] / 2), int(options["classes"])
     ends = _rmat_edges(rng, scale, edges)
-    ends = rng.permutation(vertices)[ends]  # else the number of a vertex tells its degree
+    _renumber(ends, rng.permutation(vertices))  # else the number of a vertex tells its degree
     scores = rng.standard_normal((vertices, classes), np.float32)
     features = _seen(rng, scores, int(options["features"]), options["noise"])
     indptr, indices = csr(ends[0], ends[1], vertices, symmetrize=True)
@@ -101,6 +101,16 @@ def _rmat_edges(rng: np.random.Generator, scale: int, count: int) -> Array:
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         list(threads.map(_draw_edges, draws, pieces, [scale] * len(pieces)))
     return ends
+
+
+def _renumber(ends: Array, numbers: Array) -> None:
+    """In place."""
+
+    def piece(first: int) -> None:
+        ends[:, first : first + _AT_ONCE] = numbers[ends[:, first : first + _AT_ONCE]]
+
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        list(threads.map(piece, range(0, ends.shape[1], _AT_ONCE)))
 
 
 def _draw_edges(rng: np.random.Generator, ends: Array, scale: int) -> None:
@@ -148,14 +158,17 @@ def _blocks(options: Mapping[str, float], name: str) -> Graph:
 def _seen(rng: np.random.Generator, scores: Array, width: int, noise: float) -> Array:
     """Scores through a random matrix, and noise: what features show of them."""
     basis = rng.standard_normal((scores.shape[1], width), np.float32)
-    seen = scores @ basis
-    blocks = [seen[row : row + _ROWS] for row in range(0, len(seen), _ROWS)]
+    seen = np.empty((len(scores), width), np.float32)
+    rows = range(0, len(seen), _ROWS)
 
-    def blur(block: Array, own: np.random.Generator) -> None:
-        block += np.float32(noise) * own.standard_normal(block.shape, np.float32)
+    def look(row: int, own: np.random.Generator) -> None:
+        block = seen[row : row + _ROWS]
+        own.standard_normal(out=block, dtype=np.float32)
+        block *= np.float32(noise)
+        block += scores[row : row + _ROWS] @ basis
 
     with ThreadPoolExecutor(os.cpu_count()) as threads:  # most of what making a large graph takes
-        list(threads.map(blur, blocks, rng.spawn(len(blocks))))
+        list(threads.map(look, rows, rng.spawn(len(rows))))
     return seen
 
 

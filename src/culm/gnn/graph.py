@@ -6,6 +6,8 @@ Edges are kept without self loops and without duplicates; models add the self lo
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 TRAIN, VAL, TEST = 1, 2, 4
 """Bits of a vertex's role. A vertex has at most one, so nothing that is measured on was learned from."""
 _TRAIN_PER_CLASS, _VAL_PER_CLASS = 20, 30
+_AT_ONCE = 1 << 22
+"""Edges that a thread sorts: it looks at all of them to find its own, so that many small pieces would cost more."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,18 +147,33 @@ def roles_of(vertices: int, train: Array, val: Array, test: Array) -> Array:
 
 def csr(sources: Array, targets: Array, vertices: int, *, symmetrize: bool) -> tuple[Array, Array]:
     """Neighbours of every vertex, sorted, each once; every edge must be there in both directions."""
-    other = sources != targets
-    sources, targets = sources[other], targets[other]
-    if symmetrize:
-        keys = once(np.concatenate([targets * vertices + sources, sources * vertices + targets]))
-    else:
-        keys = once(targets * vertices + sources)
-        back = np.sort(keys % vertices * vertices + keys // vertices)
-        if not np.array_equal(keys, back):
-            raise UsageError(_one_way(keys, back, vertices))
+    several = min(vertices, -(-len(sources) // _AT_ONCE)) or 1
+    bounds = [vertices * number // several for number in range(several + 1)]
+
+    def rows(first: int, end: int) -> tuple[Array, Array]:
+        """Those of some vertices: how many neighbours each has, and which."""
+        forth = _keys(sources, targets, first, end, vertices)
+        back = _keys(targets, sources, first, end, vertices)
+        if symmetrize:
+            forth = once(np.concatenate([forth, back]))
+        else:
+            forth, back = once(forth), once(back)
+            if not np.array_equal(forth, back):
+                raise UsageError(_one_way(sources, targets, vertices))
+        return np.bincount(forth // vertices, minlength=end - first), (forth % vertices).astype(np.int32)
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:  # most of the time is spent in numpy's sort
+        counts, indices = zip(*threads.map(rows, bounds[:-1], bounds[1:]), strict=True)
     indptr = np.zeros(vertices + 1, np.int64)
-    np.cumsum(np.bincount(keys // vertices, minlength=vertices), out=indptr[1:])
-    return indptr, (keys % vertices).astype(np.int32)
+    np.cumsum(np.concatenate(counts), out=indptr[1:])
+    return indptr, np.concatenate(indices)
+
+
+def _keys(sources: Array, targets: Array, first: int, end: int, vertices: int) -> Array:
+    """Edges to the vertices from `first` to `end`, as numbers that sort by target and source; no self loops."""
+    mine = (targets >= first) & (targets < end) & (sources != targets)
+    keys: Array = (targets[mine] - first) * vertices + sources[mine]
+    return keys
 
 
 def once(keys: Array) -> Array:
@@ -165,8 +184,9 @@ def once(keys: Array) -> Array:
     return keys[first]
 
 
-def _one_way(keys: Array, back: Array, vertices: int) -> str:
-    lone = np.setdiff1d(keys, back)
+def _one_way(sources: Array, targets: Array, vertices: int) -> str:
+    keys = once(_keys(sources, targets, 0, vertices, vertices))
+    lone = np.setdiff1d(keys, keys % vertices * vertices + keys // vertices)
     target, source = divmod(int(lone[0]), vertices)
     return (
         f"{len(lone)} of {len(keys)} edges have no reverse, the first from {source} to {target}: "

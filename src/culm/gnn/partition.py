@@ -149,15 +149,23 @@ class _Sketch:
 
 def _sketch(graph: Graph, own: Array, owner: Array, local: Array) -> _Sketch:
     degrees = graph.degrees[own]
-    starts = np.repeat(graph.indptr[own] - np.concatenate([[0], np.cumsum(degrees)[:-1]]), degrees)
-    neighbours = graph.indices[starts + np.arange(int(degrees.sum()))].astype(np.int64)
+    alone = len(own) == graph.vertices
+    neighbours = (graph.indices if alone else graph.indices[_edges_of(graph, own)]).astype(np.int64)
     keys = np.repeat(np.arange(len(own)) * graph.vertices, degrees) + neighbours  # sorted, as neighbours are
     loops = np.searchsorted(keys, np.arange(len(own)) * graph.vertices + own)
     sources = np.insert(neighbours, loops, own)
     indptr = np.zeros(len(own) + 1, np.int64)
     np.cumsum(degrees + 1, out=indptr[1:])
-    seen = once(sources[owner[sources] != owner[own[0]]])
+    seen = sources[:0] if alone else once(sources[owner[sources] != owner[own[0]]])
     return _Sketch(indptr, sources, seen[np.lexsort((local[seen], owner[seen]))])
+
+
+def _edges_of(graph: Graph, own: Array) -> Array:
+    """Where the neighbours of these vertices are listed."""
+    degrees = graph.degrees[own]
+    starts = np.repeat(graph.indptr[own] - np.concatenate([[0], np.cumsum(degrees)[:-1]]), degrees)
+    places: Array = starts + np.arange(int(degrees.sum()))
+    return places
 
 
 def _part(

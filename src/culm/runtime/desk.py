@@ -87,7 +87,7 @@ class Holding:
         """Before a step: keep the weights that it moves, for whoever needs a tensor of the open step once more."""
         if self.version in self._old:
             return
-        parameters = self.state.whole().parameters
+        parameters = self.state.parameters()
         kept = self._spare or {name: torch.empty_like(value) for name, value in parameters.items()}
         self._spare = {}
         with torch.no_grad():

@@ -303,6 +303,10 @@ class State:
             found.buffers.update(self.layers[index].buffers())
         return found
 
+    def parameters(self) -> dict[str, Tensor]:
+        """All that are held here, those of tied groups included; not copied."""
+        return {name: p.detach() for _, unit in self.units() for name, p in unit.parameters.items()}
+
     def whole(self) -> Snapshot:
         """All that is held here, with every tied group that touches it: enough to build the same elsewhere."""
         found = Snapshot()

@@ -6,6 +6,7 @@ import csv
 import io
 import re
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
@@ -142,26 +143,10 @@ class Plan:
         lines += [f"{self.label(w)}: {' '.join(map(str, actions))}".rstrip() for w, actions in enumerate(self.workers)]
         return "\n".join(lines) + "\n"
 
-    @classmethod
-    def from_text(cls, text: str) -> Plan:
+    @staticmethod
+    def from_text(text: str) -> Plan:
         """Read what `to_text` wrote. Blank lines and lines that start with # are skipped; errors name line and cell."""
-        lines = [(n, line.strip()) for n, line in enumerate(text.splitlines(), 1)]
-        lines = [(n, line) for n, line in lines if line and line[0] != "#"]
-        number, first = lines[0] if lines else (1, "")
-        header = _HEADER.fullmatch(first)
-        if header is None:
-            raise ScheduleError(
-                f"line {number}: {first[:80]!r} does not describe a plan: "
-                "write 'plan 1f1b: pipelines=2 stages=4 segments=4 micro_batches=8'"
-            )
-        name, *numbers, failed, held, parts = header.groups()
-        pipelines, stages, segments, micro_batches = map(int, numbers)
-        workers = _by_slot(lines[1:], pipelines, stages)
-        slots = tuple(_slot(label, pipelines, stages) for label in failed.split(",")) if failed else ()
-        pairs = [pair.split(":") for pair in held.split(",")] if held else []
-        roles = tuple((_slot(label, pipelines, stages), tuple(map(int, of.split("+")))) for label, of in pairs)
-        shares = tuple(map(int, parts.split("+"))) if parts else ()
-        return cls(name, pipelines, stages, segments, micro_batches, workers, slots, roles, shares)
+        return _read(text)
 
     def to_csv(self) -> str:
         """The shape of torch.distributed.pipelining: a row for each worker, an action in each cell."""
@@ -207,6 +192,28 @@ def check_shape(pipelines: int, stages: int, micro_batches: int) -> None:
             f"micro_batches is {micro_batches}, fewer than the {pipelines} pipelines: "
             f"use at least {pipelines} micro-batches, or fewer pipelines"
         )
+
+
+@lru_cache(maxsize=8)
+def _read(text: str) -> Plan:
+    """Kept for a while: whoever leads reads the plan of an epoch again for each thing that it decides."""
+    lines = [(n, line.strip()) for n, line in enumerate(text.splitlines(), 1)]
+    lines = [(n, line) for n, line in lines if line and line[0] != "#"]
+    number, first = lines[0] if lines else (1, "")
+    header = _HEADER.fullmatch(first)
+    if header is None:
+        raise ScheduleError(
+            f"line {number}: {first[:80]!r} does not describe a plan: "
+            "write 'plan 1f1b: pipelines=2 stages=4 segments=4 micro_batches=8'"
+        )
+    name, *numbers, failed, held, parts = header.groups()
+    pipelines, stages, segments, micro_batches = map(int, numbers)
+    workers = _by_slot(lines[1:], pipelines, stages)
+    slots = tuple(_slot(label, pipelines, stages) for label in failed.split(",")) if failed else ()
+    pairs = [pair.split(":") for pair in held.split(",")] if held else []
+    roles = tuple((_slot(label, pipelines, stages), tuple(map(int, of.split("+")))) for label, of in pairs)
+    shares = tuple(map(int, parts.split("+"))) if parts else ()
+    return Plan(name, pipelines, stages, segments, micro_batches, workers, slots, roles, shares)
 
 
 def _updated(actions: tuple[Action, ...]) -> tuple[Action, ...]:
