@@ -140,8 +140,13 @@ def test_brief_tasks_go_without_a_thread_and_others_with_one(brief: float, monke
 
     async def scenario(desk: Desk) -> None:
         submit = desk.worker._thread.submit
+
+        def noted(*work: Any) -> Any:
+            submitted.append(1)
+            return submit(*work)
+
         desk.worker._took["AV", 1, False] = 1.0
-        monkeypatch.setattr(desk.worker._thread, "submit", lambda *a: [submitted.append(1), submit(*a)][1])
+        monkeypatch.setattr(desk.worker._thread, "submit", noted)
         desk.weights(0)
         for interval in range(3):
             desk.give(0, version=0, interval=interval)
