@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from culm.gnn.board import Board, Mode, Task, passes
+from culm.gnn.board import Board, Mode
 from culm.gnn.compute import Kernel
 from culm.gnn.dense import Kept
 from culm.gnn.generate import generate
@@ -18,6 +18,7 @@ from culm.gnn.graph import Graph
 from culm.gnn.lookahead import Stashed
 from culm.gnn.model import Model, initial_weights
 from culm.gnn.partition import cut, owners
+from culm.gnn.passes import Task, passes
 from culm.gnn.prepare import source_rows
 from culm.gnn.program import Place, gradients_of, walk
 from culm.gnn.shard import Shard

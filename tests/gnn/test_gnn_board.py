@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.gnn.house import House, small_graph, small_model
 
-from culm.gnn.board import Board, Mode, Task, passes
+from culm.gnn.board import Board, Mode
+from culm.gnn.passes import Task, passes
 from culm.gnn.program import parts, walk
 
 GRAPH = small_graph()
@@ -37,6 +38,25 @@ def walk_to(made: Board, interval: int, kind: str) -> Task:
 def test_no_interval_gathers_more_than_s_passes_ahead_of_the_slowest(chance: int, staleness: int, kind: str) -> None:
     house = House(GRAPH, small_model(GRAPH, kind), mode="async", staleness=staleness, chance=chance, evaluate_every=3)
     assert max(house.run().spreads) <= staleness
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from(["sync", "pipe", "async"]), st.integers(0, 2), st.booleans())
+def test_whoever_has_nothing_to_wait_for_is_in_line_and_nobody_else(
+    chance: int, mode: Mode, staleness: int, attention: bool
+) -> None:
+    model = small_model(GRAPH, "gat" if attention else "gcn")
+    house = House(GRAPH, model, mode=mode, staleness=staleness, chance=chance, evaluate_every=2, epochs=3)
+    while not all(made.finished for made in house.boards):
+        ready = [(i, t) for i, b in enumerate(house.boards) for p in ("worker", "server") for t in b.ready(p)]
+        assert set(ready) == {(i, t) for i, b in enumerate(house.boards) for t in free_to_start(b)}
+        house.do(*house.draw.choice(ready))
+
+
+def free_to_start(made: Board) -> list[Task]:
+    """By asking everyone."""
+    now = [Task(mine.number, mine.at, i) for i, mine in enumerate(made._intervals)]
+    return [task for task in now if made.current(task) and made.why_not(task) is None]
 
 
 def test_staleness_one_is_used_when_it_is_allowed() -> None:

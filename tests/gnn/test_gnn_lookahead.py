@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.gnn.house import House, small_graph, small_model
 
-from culm.gnn.board import Mode, Pass
+from culm.gnn.board import Mode
 from culm.gnn.generate import generate
 from culm.gnn.lookahead import Stashed, received
 from culm.gnn.model import Model
+from culm.gnn.passes import Pass
 from culm.gnn.shelf import Adam, Shelf
 
 ADAM = Adam(lr=0.02, weight_decay=1e-3)

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.gnn.folder import events, nobody_left
+from tests.gnn.folder import alive, events, nobody_left
 from tests.gnn.house import small_graph, small_model
 
 from culm.cluster.etcd import Access, EtcdStore
-from culm.errors import UsageError
+from culm.errors import RunError, UsageError
 from culm.gnn import Result, Watcher, meeting, train
 from culm.gnn.ledger import Epoch
 from culm.gnn.meeting import access_of, attend, meet
@@ -163,18 +163,69 @@ def test_the_password_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch
 def test_a_private_etcd_that_dies_is_started_again_and_nothing_is_learned_differently(
     monkeypatch: pytest.MonkeyPatch, calm: Result
 ) -> None:
-    stores: list[int] = []
-    start = PrivateEtcd.start
-
-    async def started(etcd: PrivateEtcd) -> None:
-        await start(etcd)
-        stores.append(etcd.pid)
+    stores = started_etcds(monkeypatch)
 
     def heard(done: Epoch, at: float) -> None:
         if done.epoch == 5:
             os.kill(stores[0], signal.SIGKILL)
 
-    monkeypatch.setattr(PrivateEtcd, "start", started)
     result = run(watcher=Watcher(epoch=heard))
     assert len(set(stores)) == 2
     assert result.losses == calm.losses
+
+
+@pytest.mark.real
+def test_a_private_etcd_that_hangs_is_replaced_and_nothing_is_learned_differently(
+    monkeypatch: pytest.MonkeyPatch, calm: Result, tmp_path: Path
+) -> None:
+    stores = started_etcds(monkeypatch)
+    said: list[str] = []
+
+    def heard(done: Epoch, at: float) -> None:
+        if done.epoch == 5 and len(stores) == 1:
+            os.kill(stores[0], signal.SIGSTOP)
+
+    watcher = Watcher(epoch=heard, told=said.append)
+    result = run(watcher=watcher, suspect_after=2.0, out=str(tmp_path / "run"))
+    assert "the private etcd did not answer for 4 s: it is started again" in said
+    assert len(set(stores)) == 2
+    assert not alive(stores[0])
+    assert result.losses == calm.losses
+    assert nobody_left(tmp_path / "run")
+
+
+@pytest.mark.real
+def test_a_private_etcd_that_hangs_again_at_once_ends_the_run_with_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stores = started_etcds(monkeypatch)
+
+    def heard(done: Epoch, at: float) -> None:
+        if done.epoch == 5:
+            os.kill(stores[0], signal.SIGSTOP)
+            stores.hang = True
+
+    with pytest.raises(RunError, match=r"^the private etcd does not answer for 4 s: is the disk full\?$"):
+        run(watcher=Watcher(epoch=heard), suspect_after=2.0, out=str(tmp_path / "run"))
+    assert len(stores) == 2
+    assert not any(map(alive, stores))
+    assert nobody_left(tmp_path / "run")
+
+
+class Etcds(list[int]):
+    """Process ids of the private etcds that were started. `hang`: the next ones stop as soon as they answer."""
+
+    hang = False
+
+
+def started_etcds(monkeypatch: pytest.MonkeyPatch) -> Etcds:
+    stores, start = Etcds(), PrivateEtcd.start
+
+    async def started(etcd: PrivateEtcd) -> None:
+        await start(etcd)
+        stores.append(etcd.pid)
+        if stores.hang:
+            os.kill(etcd.pid, signal.SIGSTOP)
+
+    monkeypatch.setattr(PrivateEtcd, "start", started)
+    return stores

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from culm.gnn.board import Mode
+from culm.gnn.dropout import drop
 from culm.gnn.graph import Graph
-from culm.gnn.model import Model, initial_weights, kept, state_dict
+from culm.gnn.model import Model, initial_weights, state_dict
 from culm.gnn.program import orders, walk
 
 EPOCHS = 20
@@ -81,8 +82,7 @@ class Chance:
     def dropout(self, rows: Tensor, p: float, training: bool) -> Tensor:
         epoch, layer = divmod(self._calls, self._model.layers)
         self._calls += 1
-        mask = kept((len(rows), rows.shape[1]), p, 0, epoch, layer, self._numbers, what="attention")
-        return rows * mask / (1 - p)
+        return rows * drop(torch.ones_like(rows), p, 0, epoch, layer, self._numbers, what="attention")
 
 
 @pytest.mark.parametrize("servers", [1, 3])
@@ -119,14 +119,3 @@ def test_asynchrony_learns_other_numbers_and_still_learns() -> None:
         stale = House(graph, model, mode="async", staleness=staleness, epochs=60, chance=3).run().losses
         assert stale != exact
         assert stale[59] < (exact[0] + exact[59]) / 2
-
-
-def test_masks_keep_their_share_and_differ_by_every_part_of_their_key() -> None:
-    vertices = torch.arange(400)
-    mask = kept((400, 300), 0.3, 1, 2, 3, vertices)
-    assert mask.float().mean().item() == pytest.approx(0.7, abs=0.01)
-    assert mask.float().mean(0).std().item() < 0.04  # columns as even as chance makes them
-    assert mask.float().mean(1).std().item() < 0.04
-    for other in (kept((400, 300), 0.3, 9, 2, 3, vertices), kept((400, 300), 0.3, 1, 9, 3, vertices)):
-        assert (mask == other).float().mean().item() == pytest.approx(0.58, abs=0.02)
-    assert torch.equal(mask[100:200], kept((100, 300), 0.3, 1, 2, 3, vertices[100:200]))

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 from culm.errors import UsageError
 from culm.gnn import faults, train
 from culm.gnn.arena import Arena, mapped
-from culm.gnn.board import Pass, Task, passes
 from culm.gnn.graph import TRAIN
 from culm.gnn.lead import newest_common
 from culm.gnn.ledger import Evaluation, Ledger, exhausted
 from culm.gnn.model import Model, initial_weights, model_of, multiple, shape_of, state_dict
+from culm.gnn.passes import Pass, Task, passes
 from culm.gnn.recoveries import Recoveries
 from culm.gnn.seats import Seats
 from culm.gnn.shelf import Adam, Shelf

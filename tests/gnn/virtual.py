@@ -8,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from culm.gnn.board import Board, Mode, Task, passes
+from culm.gnn.board import Board, Mode
 from culm.gnn.model import Model
+from culm.gnn.passes import Task, passes
 from culm.gnn.program import gradients_of, parts
 from culm.gnn.seats import Seat, Seats
 
@@ -63,7 +64,7 @@ class Clockwork:
 
     def _pump(self) -> None:
         for task in list(self._board.ready("worker")):
-            seat = self._seats.choose(task, tuple(self._board.running().get(task, ())), self._board.waits)
+            seat = self._seats.choose(task, self._board.workers(task), self._board.waits)
             if seat is not None:
                 self._give(task, seat)
         own = self._board.next("server")

@@ -14,69 +14,26 @@ The version that an interval reads first in a pass is the one it gets for all of
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Literal
 
 from culm.gnn.feeds import Feed, Feeds
+from culm.gnn.hands import Hands
 from culm.gnn.model import Model
-from culm.gnn.pace import Pace
+from culm.gnn.passes import Pass, Task
+from culm.gnn.pins import Pins
 from culm.gnn.program import Place, Step, walk, weights_of
+from culm.gnn.queues import Obstacle, Queues
 
 Mode = Literal["sync", "pipe", "async"]
 MODES: tuple[Mode, ...] = ("sync", "pipe", "async")
-
-
-class Pass(NamedTuple):
-    """One walk over the graph."""
-
-    number: int
-    epoch: int
-    train: bool
-
-    @property
-    def version(self) -> int:
-        """The newest version of the weights that can exist when it starts."""
-        return self.epoch if self.train else self.epoch + 1
-
-    def behind(self, version: int) -> int:
-        """Updates between a version and the one that the gradients of this pass meet; an evaluation reads the last."""
-        return self.version - version
-
-
-def passes(epochs: int, evaluate_every: int) -> tuple[Pass, ...]:
-    """All passes of a run: every epoch, an evaluation after every so many and after the last."""
-    found: list[Pass] = []
-    for epoch in range(epochs):
-        found.append(Pass(len(found), epoch, True))
-        if (epoch + 1) % evaluate_every == 0 or epoch + 1 == epochs:
-            found.append(Pass(len(found), epoch, False))
-    return tuple(found)
-
-
-class Task(NamedTuple):
-    """One step of one interval in one pass: the key under which it counts, once."""
-
-    number: int
-    at: int
-    interval: int
-
-
-@dataclass
-class _Run:
-    """A task that somebody works on."""
-
-    since: float
-    workers: list[str]
+_PERMIT, _STEP, _SLOWEST = Obstacle("permit"), Obstacle("step"), Obstacle("slowest")
 
 
 @dataclass
 class _Interval:
     number: int
     at: int = 0
-    pinned: dict[int, int] = field(default_factory=dict)
-    """Version by layer, from the first read in this pass on."""
-    ahead: dict[int, int] = field(default_factory=dict)
-    """The same for the next pass, once its first task has been promised to somebody."""
 
 
 class Board:
@@ -95,23 +52,23 @@ class Board:
         servers: int = 1,
         edges: Place = "worker",
     ) -> None:
-        self._model, self._mode, self._staleness = model, mode, staleness
+        self._mode, self._staleness = mode, staleness
         self.plan, self.start = plan, start
         self._walks = {train: walk(model, train=train, edges=edges) for train in (True, False)}
+        self._reads = {step: weights_of(model, step) for step in self._walks[True] + self._walks[False]}
         self._server = server
         self._intervals = [_Interval(start) for _ in feeds]
         self._last: tuple[int, int] | None = None
         self._feeds = Feeds(feeds, server)
         self._slowest: dict[int, int] = {other: start for other in range(servers) if other != server}
-        self._versions: dict[int, int] = {}
+        self._pins = Pins(staleness if mode == "async" else 0)
         trained = next((p.number for p in plan[start:] if p.train), start)
         self._first = {False: start, True: trained}
         """The first pass that sends rows forward, and back: nothing older is ever there."""
         self._permitted = len(plan)
-        self._running: dict[Task, _Run] = {}
-        self._again: set[Task] = set()
-        self._pace = Pace()
-        self.relaunches = 0
+        self._hands, self._queues = Hands(), Queues()
+        for interval in range(len(self._intervals)):
+            self._line_up(interval)
 
     # What is asked.
 
@@ -123,28 +80,46 @@ class Board:
         return next(self.ready(place), None)
 
     def ready(self, place: Place) -> Iterator[Task]:
-        """All tasks that may start there now, oldest first: those to be run again before all others."""
-        yield from sorted(t for t in self._again if self.step(t).place == place)
-        for interval in sorted(range(len(self._intervals)), key=self._turn):
-            task = self._task(interval)
-            if task is None or task in self._running or task in self._again:
-                continue
-            if self.step(task).place == place and self.why_not(task) is None:
+        """All tasks that may start there now, oldest first: those to be run again before all others. Tasks may begin
+        while one goes through them; nothing else may be asked or told meanwhile."""
+        yield from sorted(t for t in self._hands.again if self.step(t).place == place)
+        for turn, task in self._queues.line(place):
+            if not self.current(task) or task in self._hands or task in self._hands.again:
+                self._queues.drop(place, turn, task)  # somebody had it since
+            elif (obstacle := self._obstacle(task)) is not None:
+                self._queues.set_aside(place, turn, task, obstacle)
+            else:
                 yield task
 
     def why_not(self, task: Task) -> str | None:
         """What a task waits for, for people; None: nothing."""
+        obstacle, now = self._obstacle(task), self.plan[task.number]
+        if obstacle is None:
+            return None
+        layer, behind = obstacle.layer, task.number - self.slowest
+        return {
+            "permit": f"pass {task.number} is not permitted yet",
+            "step": "another interval is still at the step before",
+            "slowest": f"the slowest interval is {behind} passes behind, {self._staleness} are allowed",
+            "rows": f"rows of layer {layer} have not come from all neighbours",
+            "weights": f"version {self._pins.needed(task, now, layer)} of layer {layer} is not there yet",
+        }[obstacle.what]
+
+    def _obstacle(self, task: Task) -> Obstacle | None:
+        """The first thing that a task waits for."""
         step, now = self.step(task), self.plan[task.number]
         if now.number >= self._permitted:
-            return f"pass {now.number} is not permitted yet"
+            return _PERMIT
         if self._mode == "sync" and self._furthest_behind < (task.number, task.at):
-            return "another interval is still at the step before"
+            return _STEP
         if (self._mode == "async" and (task.at == 0 or step.gathers)) and now.number - self.slowest > self._staleness:
-            return f"the slowest interval is {now.number - self.slowest} passes behind, {self._staleness} are allowed"
-        oldest = self._feeds.oldest(task.interval, step.layer, step.back) if step.gathers else task.number
-        if oldest < self._needed(task, step.back):
-            return f"rows of layer {step.layer} have not come from all neighbours"
-        return self._weights_missing(task, step, now)
+            return _SLOWEST
+        if step.gathers:
+            lagging = self._feeds.lagging(task.interval, step.layer, step.back, self._needed(task, step.back))
+            if lagging is not None:
+                return Obstacle("rows", step.layer, step.back, lagging)
+        missing = self._pins.missing(task, now, self._reads[step])
+        return None if missing is None else Obstacle("weights", missing)
 
     def _needed(self, task: Task, back: bool) -> int:
         """The oldest pass whose rows may be gathered."""
@@ -156,29 +131,9 @@ class Board:
             oldest -= 1  # evaluations send nothing back
         return max(first, oldest)
 
-    def _weights_missing(self, task: Task, step: Step, now: Pass) -> str | None:
-        pinned = self._pinned(task)
-        for layer in weights_of(self._model, step):
-            needed = pinned.get(layer, self._oldest(now))
-            if self._versions.get(layer, -1) < needed:
-                return f"version {needed} of layer {layer} is not there yet"
-        return None
-
-    def _oldest(self, now: Pass) -> int:
-        """The oldest version that a pass may begin with."""
-        return max(0, now.version - (self._staleness if self._mode == "async" and now.train else 0))
-
-    def _pinned(self, task: Task) -> dict[int, int]:
-        mine = self._intervals[task.interval]
-        return mine.pinned if task.number == mine.number else mine.ahead
-
     def versions(self, task: Task) -> dict[int, int]:
         """The version of each layer that a task reads; from here on pinned for its interval until the pass ends."""
-        pinned, now = self._pinned(task), self.plan[task.number]
-        for layer in weights_of(self._model, self.step(task)):
-            newest = max(self._versions.get(layer, -1), self._oldest(now))
-            pinned.setdefault(layer, min(newest, now.version))
-        return {layer: pinned[layer] for layer in weights_of(self._model, self.step(task))}
+        return self._pins.read(task, self.plan[task.number], self._reads[self.step(task)])
 
     def following(self, task: Task) -> Task | None:
         """The first task of an interval's next pass, if whoever does the last one of this pass may go on with it.
@@ -194,14 +149,11 @@ class Board:
 
     def waits(self, task: Task) -> bool:
         """Whether a task that was given out ahead of its time still waits for its weights."""
-        pinned = self._pinned(task)
-        return any(self._versions.get(layer, -1) < version for layer, version in pinned.items())
+        return self._hands.waits(task)
 
     def oldest_version(self, layer: int) -> int:
         """No interval of this server will ever ask for an older one."""
-        newest = self._versions.get(layer, 0)
-        held = [i.pinned[layer] for i in self._intervals if layer in i.pinned]
-        return min([newest, *held])
+        return self._pins.oldest(layer)
 
     @property
     def slowest(self) -> int:
@@ -216,7 +168,7 @@ class Board:
     def _furthest_behind(self) -> tuple[int, int]:
         """Where the last of the intervals is: asked for with every task, and looked for only when one has moved."""
         if self._last is None:
-            self._last = min(map(self._position, range(len(self._intervals))))
+            self._last = min((mine.number, mine.at) for mine in self._intervals)
         return self._last
 
     @property
@@ -233,66 +185,90 @@ class Board:
         return sum(1 for _ in self.ready(place))
 
     def running(self) -> Mapping[Task, Sequence[str]]:
-        return {task: run.workers for task, run in self._running.items()}
+        return self._hands.all()
+
+    def workers(self, task: Task) -> tuple[str, ...]:
+        """Who works on a task."""
+        return self._hands.workers(task)
 
     @property
     def busy(self) -> int:
         """Tasks that somebody works on now: what waits at a worker for its weights keeps nobody busy."""
-        return sum(not self.waits(task) for task in self._running)
+        return self._hands.busy
+
+    @property
+    def relaunches(self) -> int:
+        return self._hands.relaunches
 
     # What happens.
 
     def current(self, task: Task) -> bool:
         """Whether a task is still to be finished: the result of any other comes too late."""
-        return self._task(task.interval) == task
+        mine = self._intervals[task.interval]
+        return (mine.number, mine.at) == task[:2] and task.number < len(self.plan)
 
     def begin(self, task: Task, worker: str, now: float) -> None:
         """Somebody starts on a task."""
-        self._again.discard(task)
-        run = self._running.setdefault(task, _Run(now, []))
-        run.since = now
-        run.workers.append(worker)
+        self._hands.begin(task, worker, now, waits=self._pins.promised(task))
 
     def done(self, task: Task, now: float) -> bool:
         """A task is finished, by whoever: True the first time, and only then its result counts."""
         if not self.current(task):
             return False
-        run = self._running.pop(task, None)
-        self._again.discard(task)
         step = self.step(task)
-        if run is not None:
-            self._pace.note(str(step), now - run.since)
+        self._hands.done(task, str(step), now)
         if step.kind == "SC":
             self.arrived((self._server, task.interval), step.layer, step.back, task.number)
         self._advance(task)
         return True
 
     def _advance(self, task: Task) -> None:
-        mine, self._last = self._intervals[task.interval], None
+        mine, before = self._intervals[task.interval], self._furthest_behind
         mine.at += 1
         if mine.at == len(self._walks[self.plan[task.number].train]):
             mine.number, mine.at = mine.number + 1, 0
-            mine.pinned, mine.ahead = mine.ahead, {}
+            self._pins.ended(task.interval, task.number)
+        if before == task[:2]:
+            self._last = None
+            self._moved(before)
+        self._line_up(task.interval)
+
+    def _moved(self, before: tuple[int, int]) -> None:
+        """Maybe the last of the intervals has: some may have waited for that."""
+        if self._furthest_behind > before:
+            self._queues.release(_STEP)
+        if self.own_slowest > before[0]:
+            self._queues.release(_SLOWEST)
+
+    def _line_up(self, interval: int) -> None:
+        """The oldest pass first. Within it whoever is furthest behind, so that rows are fresh when they are gathered;
+        but where intervals may be in different passes, whoever is furthest ahead: all of them at the same step would
+        all wait for far workers at the same time."""
+        mine = self._intervals[interval]
+        if mine.number < len(self.plan):
+            task = Task(mine.number, mine.at, interval)
+            self._queues.add(self.step(task).place, (mine.number, -mine.at if self._staleness else mine.at), task)
 
     def arrived(self, feed: Feed, layer: int, back: bool, number: int) -> None:
         """Rows of an interval, own or another server's, have come."""
         self._feeds.sent(feed, layer, back, number)
+        self._queues.release(Obstacle("rows", layer, back, feed))
 
     def version(self, layer: int, version: int, now: float = 0.0) -> None:
         """A parameter server has a new version. Whoever has waited for it begins only now."""
-        waiting = [task for task in self._running if self.waits(task)]
-        self._versions[layer] = max(version, self._versions.get(layer, -1))
-        for task in waiting:
-            if not self.waits(task):
-                self._running[task].since = now
+        self._pins.published(layer, version)
+        self._hands.recheck(self._pins.promised, now)
+        self._queues.release(Obstacle("weights", layer))
 
     def progressed(self, server: int, slowest: int) -> None:
         """Another server says in which pass its slowest interval is."""
         self._slowest[server] = max(slowest, self._slowest.get(server, 0))
+        self._queues.release(_SLOWEST)
 
     def permit(self, until: int) -> None:
         """Passes below this number may run."""
         self._permitted = until
+        self._queues.release(_PERMIT)
 
     def stop_after(self, number: int) -> None:
         """No pass from this number on will ever run."""
@@ -300,54 +276,16 @@ class Board:
 
     def lost(self, worker: str) -> list[Task]:
         """A worker is gone: what only it worked on is to be run again."""
-        found = []
-        for task, run in list(self._running.items()):
-            run.workers = [w for w in run.workers if w != worker]
-            if not run.workers:
-                del self._running[task]
-                found.append(task)
-        self._launch_again(found)
-        return found
+        return self._hands.lost(worker)
 
     def overdue(self, now: float) -> list[Task]:
         """Tasks that take too long: to be run a second time, and whoever is first counts."""
-        found = []
-        for task, run in self._running.items():
-            if task in self._again or self.waits(task):
-                continue
-            if now - run.since > self.patience(self.step(task)):
-                found.append(task)
-        self._launch_again(found)
-        return found
+        return self._hands.overdue(now, lambda task: str(self.step(task)))
 
     def refused(self, task: Task, worker: str) -> None:
         """A worker could not do it (what it had kept is gone): it is to be sent again, with everything."""
-        run = self._running.get(task)
-        if run is not None and worker in run.workers:
-            run.workers.remove(worker)
-            if not run.workers:
-                del self._running[task]
-                self._again.add(task)
+        self._hands.refused(task, worker)
 
     def patience(self, step: Step) -> float:
         """Seconds until a task is launched again."""
-        return self._pace.patience(str(step))
-
-    def _launch_again(self, tasks: Sequence[Task]) -> None:
-        self._again.update(tasks)
-        self.relaunches += len(tasks)
-
-    def _turn(self, interval: int) -> tuple[int, int, int]:
-        """The oldest pass first. Within it whoever is furthest behind, so that rows are fresh when they are gathered;
-        but where intervals may be in different passes, whoever is furthest ahead: all of them at the same step would
-        all wait for far workers at the same time."""
-        number, at = self._position(interval)
-        return number, -at if self._staleness else at, interval
-
-    def _position(self, interval: int) -> tuple[int, int]:
-        mine = self._intervals[interval]
-        return mine.number, mine.at
-
-    def _task(self, interval: int) -> Task | None:
-        number, at = self._position(interval)
-        return Task(number, at, interval) if number < len(self.plan) else None
+        return self._hands.patience(str(step))

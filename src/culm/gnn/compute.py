@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from culm.gnn.dense import Context, Dense, Kept, attend, attend_back, dropped
-from culm.gnn.model import kept
+from culm.gnn.dense import Context, Dense, Kept, attend, attend_back
+from culm.gnn.dropout import drop
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from culm.gnn.board import Pass
     from culm.gnn.dense import Gradients
     from culm.gnn.model import Model, Weights
+    from culm.gnn.passes import Pass
     from culm.gnn.program import Step
 
 
@@ -58,13 +58,10 @@ class Kernel:
         offsets, scores = (inputs[0] - inputs[0][0]).long(), inputs[1]
         p = self._model.attention_dropout if now.train else 0.0
 
-        def drop(rows: Tensor) -> Tensor:
-            if p == 0:
-                return rows
-            shape = (rows.shape[0], rows.shape[1])
-            return dropped(rows, p, kept(shape, p, self._seed, now.epoch, step.layer, inputs[-1], what="attention"))
+        def thinned(rows: Tensor) -> Tensor:
+            return drop(rows, p, self._seed, now.epoch, step.layer, inputs[-1], what="attention") if p else rows
 
         if not step.back:
-            return Outcome(drop(attend(scores, offsets)))
+            return Outcome(thinned(attend(scores, offsets)))
         attention = attend(scores, offsets) if p else inputs[2][:, : self._model.heads]
-        return Outcome(attend_back(scores, attention, drop(inputs[3]), offsets))
+        return Outcome(attend_back(scores, attention, thinned(inputs[3]), offsets))

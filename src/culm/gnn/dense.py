@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from culm.gnn.dropout import drop
 from culm.gnn.graph import TEST, TRAIN, VAL
-from culm.gnn.model import Model, Weights, kept
+from culm.gnn.model import Model, Weights
 from culm.gnn.program import orders
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ class Dense:
         if layer == 0 or hidden is None:
             return None, gradients
         p = self._model.dropout if context.train else 0.0
-        hidden.mul_(keep.hidden > 0)  # a unit is zero where ReLU or dropout closed it
+        hidden = torch.ops.aten.threshold_backward(hidden, keep.hidden, 0)  # zero where ReLU or dropout closed a unit
         if p:
             hidden.mul_(1 / (1 - p))
         return self._entering_back(layer - 1, hidden, weights, keep.source, gradients), gradients
@@ -169,7 +170,7 @@ class Dense:
         if self._model.kind == "gat":
             above = self._scored_back(layer, above, weights[layer], keep.sent, gradients)
         elif self._orders[layer] != "multiply":
-            return above.clone()
+            return above
         gradients.setdefault(layer, {})["lin.weight"] = above.t() @ keep.hidden
         return None if layer == 0 else above @ weights[layer]["lin.weight"]
 
@@ -193,13 +194,7 @@ class Dense:
 def _dropped(rows: Tensor, p: float, layer: int, context: Context) -> Tensor:
     if p == 0 or not context.train:
         return rows
-    mask = kept((rows.shape[0], rows.shape[1]), p, context.seed, context.epoch, layer, context.vertices)
-    return dropped(rows, p, mask)
-
-
-def dropped(rows: Tensor, p: float, mask: Tensor) -> Tensor:
-    """What is kept, made larger by what is not."""
-    return torch.where(mask, rows * (1 / (1 - p)), 0.0)
+    return drop(rows, p, context.seed, context.epoch, layer, context.vertices)
 
 
 def _counts(logits: Tensor, labels: Tensor, roles: Tensor) -> tuple[int, ...]:

@@ -6,12 +6,14 @@ A process is ended with SIGKILL once the epoch before has been reported: what it
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import random
+import signal
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from culm.errors import UsageError
-from culm.gnn.lead import kill
 
 if TYPE_CHECKING:
     from typing import Any
@@ -94,3 +96,9 @@ def _kill(due: Kill, leader: Leader, desk: Desk, told: Callable[..., Any], draw:
     leader.forget(pids[chosen])
     kill(pids[chosen])
     return True
+
+
+def kill(pid: int) -> None:
+    """End a process the hard way, as a machine that is taken away would."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)

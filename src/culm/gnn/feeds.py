@@ -15,20 +15,30 @@ class Feeds:
     """Of one server: for each of its intervals, the intervals of any server that it gathers from."""
 
     def __init__(self, rows: Sequence[Sequence[Feed]], server: int) -> None:
-        known = sorted({feed for row in rows for feed in row} | {(server, i) for i in range(len(rows))})
-        self._places: dict[Feed, int] = {feed: i for i, feed in enumerate(known)}
+        self._known = sorted({feed for row in rows for feed in row} | {(server, i) for i in range(len(rows))})
+        self._places: dict[Feed, int] = {feed: i for i, feed in enumerate(self._known)}
         self._rows = [np.array([self._places[feed] for feed in row], np.int64) for row in rows]
         self._sent: dict[tuple[int, bool], np.ndarray[tuple[int], np.dtype[np.int64]]] = {}
         """By layer and direction."""
 
     def sent(self, feed: Feed, layer: int, back: bool, number: int) -> None:
         """The rows of an interval for a layer are here, as of that pass. Of one that nobody gathers from: nothing."""
-        if feed in self._places:
-            table = self._sent.setdefault((layer, back), np.full(len(self._places), _NEVER, np.int64))
-            place = self._places[feed]
+        place = self._places.get(feed)
+        if place is not None:
+            table = self._table(layer, back)
             table[place] = max(table[place], number)
 
-    def oldest(self, interval: int, layer: int, back: bool) -> int:
-        """The pass of the oldest rows that an interval would gather; -1: some have never come."""
-        table = self._sent.get((layer, back))
-        return _NEVER if table is None else int(table[self._rows[interval]].min())
+    def lagging(self, interval: int, layer: int, back: bool, needed: int) -> Feed | None:
+        """Whose rows are the oldest that an interval would gather, if older than needed; None: all are there."""
+        rows = self._rows[interval]
+        if not len(rows):
+            return None
+        numbers = self._table(layer, back)[rows]
+        oldest = int(numbers.argmin())
+        return self._known[rows[oldest]] if numbers[oldest] < needed else None
+
+    def _table(self, layer: int, back: bool) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        found = self._sent.get((layer, back))
+        if found is None:
+            found = self._sent[layer, back] = np.full(len(self._places), _NEVER, np.int64)
+        return found

@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import signal
 import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from culm.errors import RunError
 from culm.gnn import messages as say
-from culm.gnn.board import passes
 from culm.gnn.fetch import fetch
+from culm.gnn.findings import Findings
 from culm.gnn.ledger import Epoch, Evaluation, Ledger, exhausted
 from culm.gnn.meeting import ended
 from culm.gnn.parameters import INITIAL
-from culm.gnn.recoveries import Recoveries
+from culm.gnn.passes import passes
 from culm.gnn.setup import Generation, Member, Permit, Report, Setup, pack, unpack
 
 if TYPE_CHECKING:
@@ -35,22 +32,6 @@ _SUSPECT_S = 1.0
 _LOOK_S = 0.5
 _MOST_LOSSES = 50
 """In a row without a single new epoch: then it is no accident."""
-
-
-@dataclass
-class Findings:
-    """What a run leaves."""
-
-    ledger: Ledger
-    state: dict[int, Snapshot] = field(default_factory=dict)
-    """By layer, when the run was over."""
-    best: dict[int, Snapshot] = field(default_factory=dict)
-    """... and after the epoch that validation chooses."""
-    generations: int = 0
-    stopped: str = ""
-    recoveries: Recoveries = field(default_factory=Recoveries)
-    checkpoints: list[int] = field(default_factory=list)
-    """Versions that every parameter server has saved, one after the other."""
 
 
 class Leader:
@@ -306,9 +287,3 @@ def newest_common(saved: Sequence[Collection[int]]) -> int:
     """The newest version that every parameter server has; the initial one is always there."""
     common = set(saved[0]).intersection(*saved[1:])
     return max(common, default=0)
-
-
-def kill(pid: int) -> None:
-    """End a process the hard way, as a machine that is taken away would."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)

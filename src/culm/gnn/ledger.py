@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from culm.gnn.board import Pass
+    from culm.gnn.passes import Pass
     from culm.gnn.setup import Report
 
 

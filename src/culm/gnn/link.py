@@ -57,10 +57,15 @@ class Link:
 
     def send(self, message: Message, tensors: Sequence[Tensor] = ()) -> None:
         """Queue a message. Large tensors must not change until it has arrived. On a closed link nothing happens."""
+        if self._open:
+            self.pass_on(frame(message, tensors))
+
+    def pass_on(self, framed: Sequence[memoryview]) -> None:
+        """As `send`, for what goes to several: it is framed once."""
         if not self._open:
             return
         idle = not self._queue
-        self._queue.extend(_buffers(message, tensors))
+        self._queue.extend(framed)
         if idle:
             self._flush()
 
@@ -198,7 +203,8 @@ def _memory(tensor: Tensor) -> memoryview:
     return memoryview(tensor.numpy()).cast("B")  # type: ignore[arg-type]
 
 
-def _buffers(message: Message, tensors: Sequence[Tensor]) -> list[memoryview]:
+def frame(message: Message, tensors: Sequence[Tensor] = ()) -> list[memoryview]:
+    """A message as it travels. Large tensors are not copied."""
     pieces = [tensor.detach().contiguous() for tensor in tensors]
     described = [(_CODES[p.dtype], tuple(p.shape)) for p in pieces]
     header = msgspec.msgpack.encode((msgspec.Raw(encode(message)), described))

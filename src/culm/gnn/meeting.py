@@ -11,14 +11,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from culm.cluster.store import MemoryStore, RemoteStore, Store, StoreServer
-from culm.errors import CulmError, UsageError
+from culm.errors import CulmError, RunError, UsageError
 from culm.gnn.launch.base import Ticket
 from culm.providers.nursery import readable
 from culm.transport.sockets import SocketTransport
@@ -34,6 +34,9 @@ _LEADER_S = 60.0
 _PATIENCE_S = 30.0
 """Until etcd answers for the first time: on a busy machine that takes a while, and it was there a moment ago."""
 _PASSWORD = "CULM_ETCD_PASSWORD"
+_LOOK_S = 1.0
+_ERASE_S = 5.0
+"""For tidying up at the end: an etcd that hangs, or that is gone, must not keep the run."""
 
 Evict = Callable[[str], Awaitable[object]]
 
@@ -48,15 +51,33 @@ class Meeting:
     evict: Evict | None = None
     """None: the store sees by itself when a process ends."""
     private: PrivateEtcd | None = None
+    patience_s: float = _PATIENCE_S
+    """Until a private etcd that does not answer is taken to hang."""
+    said: Callable[[str], None] = print
 
     async def tend(self) -> None:
-        """Start a private etcd again whenever it has ended, with all that it knew. RunError: it does not come back.
+        """Start a private etcd again, with all that it knew, whenever it has ended or hangs.
 
-        One that hangs is not noticed, and neither is anything about an etcd of the user's: that is not ours to start.
+        RunError: it does not come back, or hangs again at once. An etcd of the user's is not ours to start: while that
+        is out of reach, everyone waits.
         """
         while self.private is not None:
-            await ended(self.private.pid)
+            answered = asyncio.Event()
+            if await first(ended(self.private.pid), self._silent(answered)) == 1:
+                self.private.kill()
+                if not answered.is_set():
+                    raise RunError(f"the private etcd does not answer for {self.patience_s:g} s: is the disk full?")
+                self.said(f"the private etcd did not answer for {self.patience_s:g} s: it is started again")
             await self.private.start()
+
+    async def _silent(self, answered: asyncio.Event) -> None:
+        """Wait until the store leaves a question without an answer for too long."""
+        with contextlib.suppress(TimeoutError):
+            while True:
+                async with asyncio.timeout(self.patience_s):
+                    await self.store.get("setup")
+                answered.set()
+                await asyncio.sleep(_LOOK_S)
 
 
 @contextlib.asynccontextmanager
@@ -76,7 +97,7 @@ async def meet(
         else:
             kind = "etcd" if private is None else "private etcd"
             found = await stack.enter_async_context(_in_etcd(ticket, access, kind, suspect_after))
-            yield replace(found, private=private)
+            yield replace(found, private=private, patience_s=2 * suspect_after, said=said)
 
 
 async def _private(stack: contextlib.AsyncExitStack, said: Callable[[str], None]) -> PrivateEtcd | None:
@@ -101,8 +122,9 @@ async def _in_etcd(ticket: Ticket, access: Access, kind: str, suspect_after: flo
         try:
             yield Meeting(store, replace(ticket, store=way), kind, store.evict)
         finally:
-            with contextlib.suppress(CulmError):  # out of reach: an etcd of our own is about to go anyway
-                await store.erase()
+            with contextlib.suppress(CulmError, TimeoutError):  # out of reach: one of our own is about to go anyway
+                async with asyncio.timeout(_ERASE_S):
+                    await store.erase()
 
 
 @contextlib.asynccontextmanager
@@ -181,3 +203,17 @@ async def ended(pid: int) -> None:
         await readable(descriptor)
     finally:
         os.close(descriptor)
+
+
+async def first(*works: Coroutine[None, None, None]) -> int:
+    """Which of these ends first; the others are cancelled. What it raises is raised."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        winner = next(i for i, task in enumerate(tasks) if task.done())
+        tasks[winner].result()
+        return winner
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -192,30 +192,3 @@ def initial_weights(model: Model, seed: int, given: Mapping[str, Tensor] | None)
 def state_dict(weights: Mapping[int, Weights]) -> dict[str, Tensor]:
     """The names under which torch_geometric.nn.GCN and .GAT load them."""
     return {f"convs.{layer}.{name}": tensor for layer, own in sorted(weights.items()) for name, tensor in own.items()}
-
-
-def kept(
-    shape: tuple[int, int], p: float, seed: int, epoch: int, layer: int, numbers: Tensor, *, what: str = "dropout"
-) -> Tensor:
-    """Dropout as a mask of what is kept: a function of (seed, epoch, layer, number, column), whoever computes it.
-
-    Numbers are those of vertices or of edges in the whole graph.
-    """
-    rows, columns = shape
-    base = key(seed, what, epoch, layer)
-    mixed = _mixed(numbers[:rows], base)[:, None] ^ _mixed(torch.arange(columns), base ^ 0x5DEECE66D)[None, :]
-    threshold = round(p * 2**32) - 2**31
-    return mixed.mul_(_ODD) >= threshold
-
-
-_ODD = -1640531535
-"""Knuth's multiplicative hash: the upper bits, which the comparison looks at, depend on all bits of the input."""
-
-
-def _mixed(numbers: Tensor, base: int) -> Tensor:
-    """32 well-mixed bits of each number (the finaliser of splitmix64)."""
-    x = numbers.to(torch.int64) + base
-    x = x * -7046029254386353131
-    x = (x ^ (x >> 30)) * -4658895280553007687
-    x = (x ^ (x >> 27)) * -7723592293110705685
-    return (x >> 32).to(torch.int32)

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from culm.gnn.setup import Report
 
 if TYPE_CHECKING:
-    from culm.gnn.board import Board, Pass
+    from culm.gnn.board import Board
     from culm.gnn.compute import Outcome
+    from culm.gnn.passes import Pass
 
 _REPORT_S = 0.25
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from culm.checkpoint.shard import decode, encode
 from culm.checkpoint.storage import Storage
 from culm.errors import CheckpointError
-from culm.gnn.link import Link, Listener
+from culm.gnn.link import Link, Listener, frame
 from culm.gnn.messages import Fetch, Gradient, Message, Oldest, Pull, State, Version, Weights
 from culm.gnn.setup import pack, unpack
 from culm.gnn.shelf import Shelf
@@ -68,7 +68,7 @@ class ParameterSession:
         if role == "graph":
             self._graph.add(link)
             for layer in self._shelf.layers:
-                self._announce(link, layer)
+                link.pass_on(self._news(layer))
 
     def _lost(self, link: Link) -> None:
         self._graph.discard(link)
@@ -98,29 +98,35 @@ class ParameterSession:
             self._new(message.layer, version)
 
     def _new(self, layer: int, version: int) -> None:
-        """Tell everyone; workers that have asked for this layer before get it at once."""
-        for link in list(self._graph):
-            self._announce(link, layer)
+        """Tell everyone; workers that have asked for this layer before get it at once, and first: their tasks wait."""
         waiting = self._waiting.pop((layer, version), [])
+        weights, news = self._weights(layer, version), self._news(layer)
         for link in {*self._pullers[layer], *waiting}:
-            self._send(link, layer, version)
+            link.pass_on(weights)
+        for link in list(self._graph):
+            link.pass_on(news)
         if version % self._setup.checkpoint_every == 0:
             self._snapshots.setdefault(version, {}).update(self._shelf.snapshot(layer))
             if all(self._shelf.newest(own) >= version for own in self._shelf.layers):
                 self._to_save.put_nowait(version)
 
-    def _announce(self, link: Link, layer: int) -> None:
+    def _news(self, layer: int) -> list[memoryview]:
         version = self._shelf.newest(layer)
         stashed = self._shelf.version(layer, version)
         assert stashed is not None
-        link.send(Version(layer, version), stashed.tensors(["bias"]))
+        return frame(Version(layer, version), stashed.tensors(["bias"]))
+
+    def _weights(self, layer: int, version: int) -> list[memoryview]:
+        """Nothing if the version is not there."""
+        stashed = self._shelf.version(layer, version)
+        if stashed is None:
+            return []
+        names = tuple(stashed.weights)
+        return frame(Weights(layer, version, names), stashed.tensors(names))
 
     def _send(self, link: Link, layer: int, version: int) -> None:
-        stashed = self._shelf.version(layer, version)
-        if stashed is not None:
-            names = tuple(stashed.weights)
-            link.send(Weights(layer, version, names), stashed.tensors(names))
-        elif version > self._shelf.newest(layer):
+        link.pass_on(self._weights(layer, version))
+        if version > self._shelf.newest(layer):
             self._waiting.setdefault((layer, version), []).append(link)
 
     async def _save(self, version: int) -> None:

@@ -29,7 +29,7 @@ from culm.gnn.tune import Tuner
 from culm.observe.folder import RunFolder, claim
 
 if TYPE_CHECKING:
-    from culm.gnn.lead import Findings
+    from culm.gnn.findings import Findings
     from culm.gnn.request import Request
 
 SERVERS = "culm.gnn.host:serve"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from culm.gnn.board import Task
+from culm.gnn.passes import Task
 
 if TYPE_CHECKING:
     from culm.gnn.link import Link

@@ -1,4 +1,4 @@
-"""A graph server in one generation: the shell around board and shard. Links in, links out, one thing at a time.
+"""A graph server in one generation: the shell around board, shard and crew. Links in, links out, one thing at a time.
 
 The loop runs the oldest step of its own, or waits. In between it hears: rows of other servers, results of workers,
 versions of weights, permits. Tasks go to workers as soon as the board has them and somebody has room.
@@ -12,19 +12,17 @@ import socket
 import time
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from culm.errors import RunError
 from culm.gnn import messages as say
-from culm.gnn.board import Board, Task, passes
+from culm.gnn.board import Board
 from culm.gnn.compute import Kernel, Outcome
+from culm.gnn.crew import Crew
 from culm.gnn.link import Link, Listener, dial
 from culm.gnn.lookahead import Stashed, received
 from culm.gnn.notes import Notes
+from culm.gnn.passes import Task, passes
 from culm.gnn.program import Step, gradients_of, walk
-from culm.gnn.seats import Seat, Seats
 from culm.gnn.setup import Generation, Permit, Setup, pack, unpack
-from culm.gnn.shard import Slice
 from culm.gnn.share import share
 from culm.gnn.tally import Tally
 
@@ -60,7 +58,6 @@ class GraphSession:
         )
         self._board.permit(generation.start)
         self._kernel = Kernel(setup.model, setup.seed, setup.total)
-        self._seats = Seats(setup.in_flight)
         self._peers: dict[int, Link] = {}
         self._parameter: list[Link] = []
         self._biases: dict[tuple[int, int], Stashed] = {}
@@ -70,6 +67,7 @@ class GraphSession:
             for layer in range(setup.model.layers)
         }
         self._notes = Notes(number, generation.number, self._shard.intervals)
+        self._crew = Crew(self._board, self._shard, self._notes, setup.in_flight, self._count)
         self._told = generation.start
         self._wake, self._broken = asyncio.Event(), asyncio.Event()
 
@@ -95,7 +93,7 @@ class GraphSession:
 
     async def close(self) -> None:
         self._listener.close()
-        for link in [*self._peers.values(), *self._parameter, *(seat.link for seat in self._seats.all())]:
+        for link in [*self._peers.values(), *self._parameter, *self._crew.links()]:
             link.close()
 
     async def _meet(self, members: dict[str, str]) -> None:
@@ -121,8 +119,9 @@ class GraphSession:
             self._peers[peer] = Link(sock, name, self._heard_peer(peer), self._broke)
             self._wake.set()
         else:
-            seat = self._seats.join(name, Link(sock, name, self._heard_worker, self._lost_worker))
-            seat.link.send(say.Welcome(self._number, self._shard.arena.layout if self._setup.share else None))
+            link = Link(sock, name, self._heard_worker, self._lost_worker)
+            self._crew.join(name, link)
+            link.send(say.Welcome(self._number, self._shard.arena.layout if self._setup.share else None))
 
     def _broke(self, link: Link) -> None:
         """A server is gone, or the way to it: nothing of this generation can finish any more."""
@@ -146,6 +145,7 @@ class GraphSession:
         while True:
             await asyncio.sleep(_TICK_S)
             if self._board.overdue(time.monotonic()):
+                self._crew.changed()
                 self._wake.set()
 
     # The work.
@@ -163,7 +163,7 @@ class GraphSession:
         ones take. Returns whether there may be more."""
         until = time.monotonic() + _MOMENT_S
         while True:
-            self._dispatch()
+            self._crew.dispatch()
             task = self._board.next("server")
             if task is None:
                 return False
@@ -176,7 +176,8 @@ class GraphSession:
         step = self._board.step(task)
         if step.kind == "SC":
             for peer, tensors in self._shard.outgoing(step, task.interval).items():
-                self._peers[peer].send(say.Rows(task.number, step.layer, step.back, task.interval), tensors)
+                if any(map(len, tensors)):  # who gets no rows of an interval never waits for any
+                    self._peers[peer].send(say.Rows(task.number, step.layer, step.back, task.interval), tensors)
         elif step.kind == "GA":
             self._shard.gather(step, task.interval)
         else:
@@ -192,40 +193,6 @@ class GraphSession:
         inputs = self._shard.rows(self._shard.inputs(step, task.interval, kept=False))
         outcome = self._kernel.run(step, now, inputs, weights)
         self._count(task, step, outcome)
-
-    def _dispatch(self) -> None:
-        """Give out what workers can do, oldest first, while somebody has room."""
-        for task in list(self._board.ready("worker")):
-            busy = tuple(self._board.running().get(task, ()))
-            seat = self._seats.choose(task, busy, self._board.waits)
-            if seat is not None:
-                self._give(task, seat)
-
-    def _give(self, task: Task, seat: Seat) -> None:
-        step, then = self._board.step(task), self._board.following(task)
-        kept = step.back and seat.kept.get((task.interval, step.layer)) == task.number
-        if not self._board.running().get(task):
-            self._shard.prepare(step, task.interval)
-        message = self._described(task, kept=kept)
-        if then is not None:
-            seat.then[task] = then
-            message = msgspec.structs.replace(message, then=self._described(then, kept=False))
-        now = time.monotonic()
-        seat.tasks[task] = now
-        self._board.begin(task, seat.name, now)
-        named = [*message.pieces, *(message.then.pieces if message.then is not None else ())]
-        seat.link.send(message, [] if seat.mapped else self._shard.rows([Slice(*piece) for piece in named]))
-
-    def _described(self, task: Task, *, kept: bool) -> say.Work:
-        step, now = self._board.step(task), self._board.plan[task.number]
-        return say.Work(
-            task=(task.number, task.at, task.interval),
-            now=(now.number, now.epoch, now.train),
-            step=step[:3],
-            versions=self._board.versions(task),
-            pieces=tuple((p.table, p.start, p.stop) for p in self._shard.inputs(step, task.interval, kept=kept)),
-            kept=kept,
-        )
 
     def _count(self, task: Task, step: Step, outcome: Outcome) -> None:
         """A dense task is done for the first time: its rows and gradients count."""
@@ -281,54 +248,15 @@ class GraphSession:
         if isinstance(message, say.Version):
             self._biases[message.layer, message.version] = received(["bias"], tensors)
             self._board.version(message.layer, message.version, time.monotonic())
+            self._crew.changed()
             self._wake.set()
 
     def _heard_worker(self, link: Link, message: say.Message, tensors: list[Tensor]) -> None:
-        seat = self._seats.get(link.name)
-        if seat is None:
-            return
-        match message:
-            case say.Ready(mapped):
-                seat.ready, seat.mapped = True, mapped
-            case say.Leaving():
-                seat.ready = False
-            case say.Refuse(task):
-                self._refused(seat, Task(*task))
-            case say.Done():
-                self._returned(seat, message, tensors)
-            case _:
-                link.close()
+        self._crew.heard(link, message, tensors)
         self._wake.set()
 
-    def _refused(self, seat: Seat, task: Task) -> None:
-        seat.tasks.pop(task, None)
-        seat.then.pop(task, None)
-        seat.kept.clear()
-        self._board.refused(task, seat.name)
-
-    def _returned(self, seat: Seat, message: say.Done, tensors: list[Tensor]) -> None:
-        task = Task(*message.task)
-        self._seats.returned(seat, task, time.monotonic(), waited=message.waited, seconds=message.seconds)
-        self._notes.worked(message.seconds)
-        then = seat.then.pop(task, None)
-        if not self._board.current(task):
-            self._notes.refused += 1
-            return
-        step = self._board.step(task)
-        if message.kept:
-            seat.kept[task.interval, step.layer] = task.number
-        gradients: dict[int, dict[str, Tensor]] = {}
-        for (layer, name), tensor in zip(message.named, tensors[int(message.rows) :], strict=True):
-            gradients.setdefault(layer, {})[name] = tensor
-        rows = tensors[0] if message.rows else None
-        self._count(task, step, Outcome(rows, gradients, message.loss, message.counts))
-        if then is not None and self._board.current(then):
-            self._seats.went_on(seat, then)
-            self._board.begin(then, seat.name, time.monotonic())
-
     def _lost_worker(self, link: Link) -> None:
-        self._seats.leave(link.name)
-        self._board.lost(link.name)
+        self._crew.leave(link.name)
         self._wake.set()
 
     # What is told.
@@ -337,5 +265,5 @@ class GraphSession:
         while True:
             await self._notes.something()
             await self._store.put(
-                f"report/graph-{self._number}", pack(self._notes.report(self._board, len(self._seats)))
+                f"report/graph-{self._number}", pack(self._notes.report(self._board, len(self._crew)))
             )

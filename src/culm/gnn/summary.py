@@ -10,8 +10,8 @@ from culm.runtime.state import total_digest
 
 if TYPE_CHECKING:
     from culm.gnn.desk import Desk
+    from culm.gnn.findings import Findings
     from culm.gnn.graph import Graph
-    from culm.gnn.lead import Findings
     from culm.gnn.setup import Setup
 
 WORKER_GB = 1769 / 1024

@@ -18,7 +18,7 @@ class Tally(Generic[K]):
     """
 
     def __init__(self, expected: Collection[K]) -> None:
-        self._expected = sorted(expected)  # type: ignore[type-var]
+        self._expected = dict.fromkeys(sorted(expected))  # type: ignore[type-var]
         self._given: dict[Hashable, dict[K, Mapping[str, Tensor]]] = {}
         self.duplicates = 0
 

@@ -2,7 +2,8 @@
 
 It calls the desk, learns whom to call, and is given tasks by graph servers. Rows come with a task or are mapped where
 the server is on the same machine; weights are pulled from the parameter servers, version by version. While one task is
-computed in a thread, the rows of the next arrive. What a forward leaves is kept for the backward of the same interval,
+computed in a thread, the rows of the next arrive; one that takes less than the way to a thread and back is worth is
+computed on the spot. What a forward leaves is kept for the backward of the same interval,
 in case it comes here; if not, whoever gets it makes it again.
 """
 
@@ -10,12 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import heapq
 import os
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,10 +23,10 @@ import torch
 from culm.errors import RunError
 from culm.gnn import messages as say
 from culm.gnn.arena import mapped
-from culm.gnn.board import Pass
 from culm.gnn.compute import Kernel, Outcome
 from culm.gnn.link import Link, dial
 from culm.gnn.lookahead import Stashed, received
+from culm.gnn.passes import Pass
 from culm.gnn.program import Step
 
 if TYPE_CHECKING:
@@ -39,7 +39,11 @@ BEAT_S = 1.0
 _LEAVE_S = 1.0
 """Before its time is over a worker takes no more tasks."""
 _VERSIONS = 4
-"""Of a layer's weights that are kept: the last that came. Intervals that are further behind ask again."""
+"""Of a layer's weights that are kept: the last that came, and what tasks here wait for. Other tasks ask again."""
+_BRIEF_S = 0.02
+"""A task that took less last time goes without a thread: nobody is kept waiting for long."""
+_MOMENT_S = 0.001
+"""Of brief tasks, one after the other, between two looks at the sockets."""
 
 
 def serve(ticket: Ticket) -> None:
@@ -49,16 +53,15 @@ def serve(ticket: Ticket) -> None:
         asyncio.run(_Worker(ticket).run())
 
 
-@dataclass(order=True)
+@dataclass(eq=False)
 class _Job:
-    """A task with all it needs but weights; the oldest pass goes first."""
+    """A task with all it needs but weights."""
 
-    age: tuple[int, int, int]
-    server: Link = field(compare=False)
-    work: say.Work = field(compare=False)
-    inputs: list[Tensor] = field(compare=False)
-    arrived: float = field(compare=False)
-    then: _Job | None = field(compare=False, default=None)
+    server: Link
+    work: say.Work
+    inputs: list[Tensor]
+    arrived: float = 0.0
+    then: _Job | None = None
     """What to go on with afterwards."""
 
 
@@ -118,9 +121,13 @@ class _Generation:
         self._weights: dict[int, dict[int, Stashed]] = {}
         self._asked: set[tuple[int, int]] = set()
         self._kept: dict[tuple[Link, int, int], tuple[int, Kept]] = {}
-        self._jobs: list[_Job] = []
+        self._able: list[_Job] = []
+        self._waiting: list[_Job] = []
+        """For weights."""
         self._wake = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))  # it holds by thread
+        self._took: dict[tuple[str, int, bool], float] = {}
+        """Seconds of the last task of a step."""
         self._working: asyncio.Task[None] | None = None
         self._idle = asyncio.Event()
 
@@ -151,8 +158,8 @@ class _Generation:
 
     def _lost(self, link: Link) -> None:
         """A server is gone. The desk will say how it goes on; its tasks are nobody's any more."""
-        self._jobs = [job for job in self._jobs if job.server is not link]
-        heapq.heapify(self._jobs)
+        self._able = [job for job in self._able if job.server is not link]
+        self._waiting = [job for job in self._waiting if job.server is not link]
 
     def _heard_weights(self, link: Link, message: say.Message, tensors: list[Tensor]) -> None:
         if not isinstance(message, say.Weights):
@@ -161,10 +168,21 @@ class _Generation:
         versions = self._weights.setdefault(message.layer, {})
         versions.pop(message.version, None)
         versions[message.version] = received(message.names, tensors)
-        for old in list(versions)[:-_VERSIONS]:  # what came first goes: an old version that was asked for stays
-            del versions[old]
-            self._asked.discard((message.layer, old))
-        self._wake.set()
+        waited_for = {job.work.versions.get(message.layer) for job in (*self._able, *self._waiting)}
+        for old in list(versions)[:-_VERSIONS]:  # what came first goes: an old version that was asked for came late
+            if old not in waited_for:
+                del versions[old]
+                self._asked.discard((message.layer, old))
+        waiting, self._waiting = self._waiting, []
+        for job in waiting:
+            self._line_up(job)
+
+    def _line_up(self, job: _Job) -> None:
+        if all(v in self._weights.get(layer, ()) for layer, v in job.work.versions.items()):
+            self._able.append(job)
+            self._wake.set()
+        else:
+            self._waiting.append(job)
 
     def _heard_server(self, link: Link, message: say.Message, tensors: list[Tensor]) -> None:
         match message:
@@ -190,14 +208,13 @@ class _Generation:
         tables = self._tables.get(link)
         count = len(work.pieces)
         inputs = tensors[:count] if tables is None else [tables[t][a:b] for t, a, b in work.pieces]
-        return _Job(work.task, link, work, inputs, time.perf_counter())
+        return _Job(link, work, inputs)
 
     def _queue(self, job: _Job) -> None:
         job.arrived = time.perf_counter()
-        heapq.heappush(self._jobs, job)
         for layer, version in job.work.versions.items():
             self._pull(layer, version)
-        self._wake.set()
+        self._line_up(job)
 
     def _pull(self, layer: int, version: int) -> None:
         """Ask for a version that is not there. The server sends newer ones unasked from then on."""
@@ -206,36 +223,46 @@ class _Generation:
             self._parameter[layer % len(self._parameter)].send(say.Pull(layer, version))
 
     async def _work(self) -> None:
-        loop = asyncio.get_running_loop()
+        until = time.perf_counter() + _MOMENT_S
         while True:
             job = self._next()
             if job is None:
-                if not self._jobs:
+                if not self._waiting:
                     self._idle.set()
                 self._wake.clear()
                 await self._wake.wait()
-                continue
-            self._idle.clear()
-            kept = self._take_kept(job)
-            if job.work.kept and kept is None:
-                job.server.send(say.Refuse(job.work.task))
-                continue
-            now = Pass(*job.work.now)
-            weights = {layer: self._weights[layer][v].ahead(now.behind(v)) for layer, v in job.work.versions.items()}
-            begun = time.perf_counter()
+            else:
+                self._idle.clear()
+                await self._do(job)
+                if time.perf_counter() < until:
+                    continue
+                await asyncio.sleep(0)
+            until = time.perf_counter() + _MOMENT_S
+
+    async def _do(self, job: _Job) -> None:
+        kept = self._take_kept(job)
+        if job.work.kept and kept is None:
+            job.server.send(say.Refuse(job.work.task))
+            return
+        now = Pass(*job.work.now)
+        weights = {layer: self._weights[layer][v].ahead(now.behind(v)) for layer, v in job.work.versions.items()}
+        begun = time.perf_counter()
+        if self._took.get(job.work.step, _BRIEF_S) < _BRIEF_S:
+            outcome = self._compute(job, weights, kept)
+        else:
+            loop = asyncio.get_running_loop()
             outcome = await loop.run_in_executor(self._thread, self._compute, job, weights, kept)
-            self._answer(job, outcome, begun)
-            if job.then is not None:
-                self._queue(job.then)
+        self._answer(job, outcome, begun)
+        if job.then is not None:
+            self._queue(job.then)
 
     def _next(self) -> _Job | None:
-        """The oldest task whose weights are there."""
-        for job in sorted(self._jobs):
-            if all(v in self._weights.get(layer, {}) for layer, v in job.work.versions.items()):
-                self._jobs.remove(job)
-                heapq.heapify(self._jobs)
-                return job
-        return None
+        """The task of the oldest pass of those whose weights are there."""
+        if not self._able:
+            return None
+        oldest = min(self._able, key=lambda job: job.work.task)
+        self._able.remove(oldest)
+        return oldest
 
     def _take_kept(self, job: _Job) -> Kept | None:
         if not job.work.kept:
@@ -245,8 +272,12 @@ class _Generation:
 
     def _compute(self, job: _Job, weights: dict[int, dict[str, Tensor]], kept: Kept | None) -> Outcome:
         kind, layer, back = job.work.step
+        begun = time.perf_counter()
         with torch.inference_mode():
-            return self._kernel.run(Step(kind, layer, back, "worker"), Pass(*job.work.now), job.inputs, weights, kept)
+            step, now = Step(kind, layer, back, "worker"), Pass(*job.work.now)
+            outcome = self._kernel.run(step, now, job.inputs, weights, kept)
+        self._took[job.work.step] = time.perf_counter() - begun
+        return outcome
 
     def _answer(self, job: _Job, outcome: Outcome, begun: float) -> None:
         number, _, interval = job.work.task
