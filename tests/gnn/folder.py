@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import select
 from pathlib import Path
 from typing import Any
+
+_MOMENT_S = 5.0
 
 
 def events(folder: Path) -> list[dict[str, Any]]:
@@ -13,7 +17,19 @@ def events(folder: Path) -> list[dict[str, Any]]:
 
 def nobody_left(folder: Path) -> bool:
     pids = [e["pid"] for e in events(folder) if "pid" in e]
-    return bool(pids) and not any(map(alive, pids))
+    return bool(pids) and all(map(_ended, pids))
+
+
+def _ended(pid: int) -> bool:
+    """Whether it has ended. One that was killed closes its files first, and is there a moment longer."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([descriptor], [], [], _MOMENT_S)[0])
+    finally:
+        os.close(descriptor)
 
 
 def alive(pid: int) -> bool:
