@@ -302,9 +302,7 @@ class Leader:
 
     async def _note_shard(self, report: letters.ShardReport) -> None:
         tenure = self.tenure
-        if report.epoch != tenure.number:
-            return  # it was begun in an epoch that has ended: what is missing of it will never come
-        size = await tenure.saves.note(report, tenure.roll.savers, tenure.folder.checkpoints or "")
+        size = await tenure.saves.note(report, tenure.folder.checkpoints or "")
         if size is not None:
             tenure.event("checkpoint", step=report.step, bytes=size)
             await tenure.clock.aside(tenure.folder.sync)

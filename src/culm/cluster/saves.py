@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Collection
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from culm.checkpoint import Catalog, ShardReceipt, Storage
@@ -13,38 +14,76 @@ from culm.errors import CheckpointError
 if TYPE_CHECKING:
     from culm.cluster.setup import Setup
     from culm.runtime.clock import Clock
-    from culm.runtime.epoch import ShardReport
+    from culm.runtime.epoch import Epoch, ShardReport
+
+_EPOCHS = 8
+"""That have ended, of which parts may still come."""
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A checkpoint that is being written: who has a part in it, and the parts that lie on storage."""
+
+    savers: frozenset[int]
+    parts: dict[int, ShardReport] = field(default_factory=dict)
+
+    @property
+    def missing(self) -> frozenset[int]:
+        return self.savers - self.parts.keys()
 
 
 class Saves:
-    """By step, the parts that lie on storage; when all do, one atomic write makes them a checkpoint."""
+    """Checkpoints by epoch and step. When all parts of one lie on storage, one atomic write makes them a checkpoint.
+    Its epoch may have ended by then, as long as nobody has gone whose part is missing."""
 
     def __init__(self, setup: Setup, clock: Clock) -> None:
         self.complete: list[int] = []
-        self._parts: dict[int, dict[int, ShardReport]] = {}
+        self._begun: dict[tuple[int, int], _Begun] = {}
+        self._savers: dict[int, frozenset[int]] = {}
+        """By epoch, the nodes that have a part of its checkpoints; of those in which all of them are still there."""
+        self._epoch = 0
         self._setup, self._clock = setup, clock
 
     def __len__(self) -> int:
-        """How many are being written."""
-        return len(self._parts)
+        """How many are being written in this epoch."""
+        return sum(epoch == self._epoch for epoch, _ in self._begun)
 
-    def begin(self, start: int) -> None:
-        """A new epoch: what is missing of a checkpoint that was begun before will never come."""
-        self._parts.clear()
-        self.complete = [step for step in self.complete if step <= start]
+    def begin(self, epoch: Epoch, savers: Collection[int], gone: Collection[int]) -> None:
+        """A new epoch, in which those have a part. Of what was begun before some may never come."""
+        self.complete = [step for step in self.complete if step <= epoch.start]
+        if epoch.reset:
+            self._begun, self._savers = {}, {}
+        self._begun = {key: begun for key, begun in self._begun.items() if not begun.missing.intersection(gone)}
+        whole = [(number, own) for number, own in self._savers.items() if not own.intersection(gone)]
+        self._savers = dict(whole[-_EPOCHS:])
+        self._savers[epoch.number] = frozenset(savers)
+        self._epoch = epoch.number
 
-    async def note(self, report: ShardReport, savers: Collection[int], folder: str) -> int | None:
+    def owed(self, epoch: Epoch, gone: Collection[int]) -> bool:
+        """Whether the checkpoint that was due last before an epoch is neither complete nor on its way."""
+        if not epoch.checkpoint_every or epoch.reset:
+            return False
+        due = epoch.start // epoch.checkpoint_every * epoch.checkpoint_every
+        coming = [step for (_, step), begun in self._begun.items() if not begun.missing.intersection(gone)]
+        return due > max(self.complete, default=self._setup.resume or 0) and due not in coming
+
+    async def note(self, report: ShardReport, folder: str) -> int | None:
         """A part lies on storage. If it was the last, the checkpoint is made and its size in bytes returned."""
-        parts = self._parts.setdefault(report.step, {})
+        key = report.epoch, report.step
+        if key not in self._begun:
+            if report.epoch not in self._savers or report.step <= max(self.complete, default=-1):
+                return None  # what is missing of it will never come, or a later one is there
+            self._begun[key] = _Begun(self._savers[report.epoch])
+        parts = self._begun[key].parts
         parts[report.node] = report
-        if not set(savers) <= parts.keys():
+        if self._begun[key].missing:
             return None
         catalog = Catalog(Storage(folder))
         receipts = [ShardReceipt(r.name, r.sha256, r.size, r.tensors) for r in parts.values()]
         scalars = {name: value for r in parts.values() for name, value in r.scalars.items()}
         await self._clock.aside(catalog.commit, report.step, receipts, scalars, self._setup.facts, time.time())
         await self._clock.aside(catalog.prune, self._setup.keep_last, verify="sizes")
-        del self._parts[report.step]
+        self._begun = {key: begun for key, begun in self._begun.items() if key[1] > report.step}
         self.complete.append(report.step)
         return sum(r.size for r in parts.values())
 

@@ -78,12 +78,13 @@ class Tenure:
         return 0 if self.epoch is None else self.epoch.number
 
     def adopt(self, epoch: Epoch) -> None:
-        """From now on this epoch holds: nothing that was reported in the one before counts in it."""
+        """From now on this epoch holds: nothing that was reported in the one before counts in it, but for parts of a
+        checkpoint."""
         self.epoch = epoch
         self.setup = reshaped(self.asked, epoch.shape)
         self.roll.muster(epoch, Plan.from_text(self.setup.plan))
         self.ledger.regroup(len(self.roll.crew))
-        self.saves.begin(epoch.start)
+        self.saves.begin(epoch, self.roll.savers, self.roll.gone)
         self.finals.clear()
         self.toll.begin()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -162,7 +162,7 @@ class Turnover:
         known = {node: each if each.shaped == old.shaped else Standing() for node, each in halting.standings.items()}
         standings = {slots[node]: standing for node, standing in known.items() if node in slots}
         committed, ready_made = tenure.ledger.next_step, tenure.plans.hits
-        made = await self._decide(halting, old, slots, standings)
+        made = self._owing(await self._decide(halting, old, slots, standings))
         self.halting = None
         self.recovering = Recovering(
             halting,
@@ -202,6 +202,11 @@ class Turnover:
             tenure.aside(self.plan_ahead(whole(made.epoch), committed, None))
         elif tenure.setup.keeps:
             tenure.aside(self.plan_ahead(standings, committed, old))
+
+    def _owing(self, made: Regrouped) -> Regrouped:
+        """With the checkpoint that was due and came to nothing."""
+        owes = self.tenure.saves.owed(made.epoch, self.tenure.roll.gone)
+        return replace(made, epoch=msgspec.structs.replace(made.epoch, owes=owes))
 
     async def _decide(
         self, halting: Halting, old: Epoch, slots: Mapping[int, int], standings: Mapping[int, Standing]

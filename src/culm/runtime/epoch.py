@@ -59,6 +59,8 @@ class Epoch(msgspec.Struct, frozen=True, tag="epoch"):
     weighted: bool
     """Whether the loss returns (sum, weight)."""
     checkpoint_every: int = 0
+    owes: bool = False
+    """Whether a checkpoint that was due came to nothing: the first step is saved, by whom no earlier write holds up."""
     storage: str | None = None
     """Where checkpoints go and, when `start` > 0, come from."""
     resume: int | None = None

@@ -41,6 +41,11 @@ class Saving:
         snapshot = _share(executor).copy()
         self._writing = asyncio.create_task(self._write(epoch, done, snapshot, executor.slot))
 
+    def idle(self, epoch: int) -> bool:
+        """Whether no write is under way, and none was begun in this epoch."""
+        begun = self._newest is not None and self._newest[0] == epoch
+        return not begun and (self._writing is None or self._writing.done())
+
     async def saved(self) -> None:
         """Until the write that is under way has ended."""
         if self._writing is not None:

@@ -135,8 +135,14 @@ class Stint:
         known = self.epoch.kept and done <= self.terms.committed  # it was complete before the last epoch ended
         if every and done % every == 0 and not known:
             await self._evaluate(done)
-        if self.epoch.checkpoint_every and done % self.epoch.checkpoint_every == 0:
+        if self._saves(done):
             await self.saving.save(self.executor, done)
+
+    def _saves(self, done: int) -> bool:
+        epoch = self.epoch
+        if epoch.checkpoint_every and done % epoch.checkpoint_every == 0:
+            return True
+        return epoch.owes and done == epoch.start + 1 and self.saving.idle(epoch.number)
 
     async def _evaluate(self, done: int) -> None:
         await self._catch_up(done)

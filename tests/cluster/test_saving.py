@@ -1,0 +1,41 @@
+"""Checkpoints in the midst of change: what is being written is not lost with the epoch that it was begun in."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from culm import Job
+from culm.testing import Faults, survives
+from culm.testing.chaos import job_of
+
+STEPS, EVERY = 12, 5
+
+
+def job() -> Job:
+    return replace(job_of((), True, 4), steps=STEPS)
+
+
+def checkpoints(faults: Faults, folder: Path, **request: Any) -> list[int]:
+    """Of a run that learned what the undisturbed one does."""
+    asked = {"pipelines": 2, "stages": 2, "strategy": "reroute", "checkpoint_every": EVERY, "out": str(folder)}
+    (found,) = survives(job(), faults=faults, **{**asked, **request})
+    complete: list[int] = found.run.summary["checkpoints"]
+    return complete
+
+
+def test_a_checkpoint_on_its_way_is_completed_though_a_newcomer_has_come_in(tmp_path: Path) -> None:
+    back = Faults().kill(1, step=1, nth=3).join(0, step=EVERY - 1)
+    assert EVERY in checkpoints(back + Faults().slow_disk(2, seconds=0.6), tmp_path)
+
+
+def test_one_that_a_loss_has_spoilt_is_written_again_after_the_next_step(tmp_path: Path) -> None:
+    found = checkpoints(Faults().slow_disk(2, seconds=0.4).kill(2, step=EVERY, nth=3), tmp_path)
+    assert EVERY not in found
+    assert found[0] in (EVERY + 1, EVERY + 2)
+
+
+def test_nobody_waits_for_a_busy_disk_to_write_it_again(tmp_path: Path) -> None:
+    busy = Faults().slow_disk(3, seconds=3.0).slow_disk(2, seconds=3.0)
+    assert checkpoints(busy.kill(2, step=EVERY, nth=3), tmp_path)[0] == 2 * EVERY
