@@ -10,6 +10,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -59,14 +60,17 @@ def held(lanes: Lanes, strategy: str, *, kills: int, unit_s: float | None, seed:
 
 
 def late(ended: Sequence[float], calm: Sequence[float], last: int, bound: float) -> Held:
-    """How much later the last step that was open was committed than in a calm run, which went as fast before the loss.
+    """How much later the last step that was open was over than in a calm run, which went as fast before the loss.
 
-    Two steps may be committed at once, so one step alone says nothing of how long a step takes.
+    What is known is when steps were committed. Under a shadow that is when the copies have made the step, too: in a
+    calm run about a step later, but for the last one. What a loss leaves open is committed when all copies have it.
     """
     before = HIT - 2
     pace = (ended[before] - ended[0]) / (calm[before] - calm[0])
-    expected = ended[before] + pace * (calm[last] - calm[before])
-    return Held(ended[last] - expected, pace * (calm[-1] - calm[0]) / (len(calm) - 1), bound)
+    step_s = median(later - earlier for earlier, later in pairwise(calm[:-1]))
+    lag = step_s - (calm[-1] - calm[-2])
+    expected = ended[before] + pace * (calm[last] - lag - calm[before])
+    return Held(ended[last] - expected, pace * step_s, bound)
 
 
 def _ran(

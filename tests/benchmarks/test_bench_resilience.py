@@ -128,9 +128,10 @@ def test_whom_the_losses_take_is_there_and_every_strategy_gets_the_same() -> Non
     assert losses == SCENE.losses(1.0) != replace(SCENE, seed=1).losses(1.0)
 
 
-def test_a_pause_is_what_the_last_open_step_is_late_by_however_commits_are_bunched() -> None:
-    calm = [float(step + step % 2) for step in range(STEPS)]  # two at a time, one second a step
-    ended = [2 * t + (3.0 if step >= HIT else 0.0) for step, t in enumerate(calm)]  # half as fast
+@pytest.mark.parametrize("lag", [0.0, 1.0], ids=["at its end", "with the next"])
+def test_a_pause_is_what_the_last_open_step_is_late_by_whenever_steps_are_committed(lag: float) -> None:
+    calm = [step + lag for step in range(STEPS - 1)] + [float(STEPS - 1)]  # one second a step
+    ended = [2 * t for t in calm[: HIT - 1]] + [2 * HIT + 3.0] * (STEPS - HIT + 1)  # half as fast
     held = late(ended, calm, HIT, 0.5)
     assert (held.pause_s, held.step_s) == pytest.approx((3.0, 2.0))
     assert held.pause_steps == pytest.approx(1.5)
