@@ -106,7 +106,7 @@ FULL = Effort(
     cases=(
         _file("cora", epochs=150),
         _file("cora", model="gat", hidden=64, heads=8, epochs=100),
-        _file("amazon-computers", hidden=64, epochs=150),
+        _file("amazon-computers", hidden=64, weight_decay=0.0, epochs=200),
         Case(graph="gen:rmat,scale=15,degree=16,features=128", hidden=64, epochs=40),
         Case(graph="gen:rmat,scale=14,degree=16", model="gat", hidden=32, heads=4, epochs=40),
     ),
