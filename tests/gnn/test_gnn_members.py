@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.gnn.folder import alive, events, nobody_left
+from tests.gnn.folder import events, nobody_left
 from tests.gnn.house import small_graph, small_model
+from tests.gnn.launch_standin import ended
 
 from culm.cluster.etcd import Access, EtcdStore
 from culm.errors import RunError, UsageError
@@ -189,7 +190,7 @@ def test_a_private_etcd_that_hangs_is_replaced_and_nothing_is_learned_differentl
     result = run(watcher=watcher, suspect_after=2.0, out=str(tmp_path / "run"))
     assert "the private etcd did not answer for 4 s: it is started again" in said
     assert len(set(stores)) == 2
-    assert not alive(stores[0])
+    assert ended(stores[0])
     assert result.losses == calm.losses
     assert nobody_left(tmp_path / "run")
 
@@ -208,7 +209,7 @@ def test_a_private_etcd_that_hangs_again_at_once_ends_the_run_with_a_sentence(
     with pytest.raises(RunError, match=r"^the private etcd does not answer for 4 s: is the disk full\?$"):
         run(watcher=Watcher(epoch=heard), suspect_after=2.0, out=str(tmp_path / "run"))
     assert len(stores) == 2
-    assert not any(map(alive, stores))
+    assert all(map(ended, stores))
     assert nobody_left(tmp_path / "run")
 
 

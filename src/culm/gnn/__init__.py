@@ -6,15 +6,17 @@ From the ground up; a file imports only from files above it:
     arrays, graph, memory, generate, readers
                                         a graph to learn on, from files, generators, other libraries
     partition, files                    cut by METIS into parts with ghosts and intervals; parts as files
-    model, program                      GCN and GAT; a pass as a list of steps
+    model, dropout, program             GCN and GAT; what is left out; a pass as a list of steps
     dense, compute                      the arithmetic: AV and AE; one task from inputs to result
-    board, seats, tally, shelf          pure: what may run now, who gets it, sums counted once, versions of weights
+    passes, queues, hands, pins, board  pure: passes over the graph, and what of them may run now
+    seats, tally, shelf, lookahead      pure: who gets it, sums counted once, versions of weights
     arena, shard                        a server's tables, mapped by local workers
     messages, link                      what is said, and how: raw frames behind the run's token
-    setup, notes, host, server, parameters
+    setup, notes, host, crew, server, parameters
                                         server processes: a seat, and what is done on it in a generation
     worker, desk, tune, launch/         elastic workers: the process, where it calls first, how many, where from
-    ledger, fetch, lead, faults         whoever leads: reports, weights, generations, permits, kills on purpose
+    ledger, findings, fetch, lead, faults
+                                        whoever leads: reports, weights, generations, permits, kills on purpose
     price, summary, page, plan/         money, figures, a page for people, plans
     request, running, api               `culm.gnn.train`
 """
