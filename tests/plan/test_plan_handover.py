@@ -95,4 +95,4 @@ def test_nobody_waits_for_it_to_end_the_step() -> None:
     found = handed(begun=1, summed=1)
     assert found.versions[0] == {}
     assert 0 not in found.needy(STEP)
-    assert found.runners == ((2,), (1, 3))
+    assert found.runners == {STEP: ((2,), (1, 3))}

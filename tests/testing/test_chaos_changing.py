@@ -72,6 +72,27 @@ def test_a_node_may_be_lost_as_soon_as_it_has_given_its_layers_away(node: int, s
     assert found.run.summary["preemptions"] == 1
 
 
+def test_who_took_layers_and_ran_nothing_of_them_yet_completes_a_step_with_the_others() -> None:
+    """Batch norm: what its forwards record is part of the sums, and this one does not know how much that is."""
+    faults = Faults().wish("2+1+1", node=0, step=5, nth=4).wish("3+2+2+2", node=0, step=2, nth=4)
+    faults = faults.kill(0, at="moved", silence=True).pause(2, at="standing", seconds=0.302)
+    scenario = Scenario(
+        seed=7280,
+        features=("batch norm", "clip"),
+        exact=True,
+        micro_batches=4,
+        pipelines=2,
+        stages=2,
+        schedule="zb",
+        strategy="shadow-lazy",
+        faults=faults.pause(1, at="moved", seconds=0.92),
+        steps=10,
+        reconfigure="never",
+        zones=("a", "b", "c"),
+    )
+    assert face(scenario).failure == ""
+
+
 def test_a_wish_says_itself_as_code() -> None:
     faults = Faults().wish("3+2", node=1, step=2, nth=3)
     assert eval(str(faults), {"Faults": Faults}) == faults

@@ -130,7 +130,7 @@ def parts(
     standings: Mapping[int, Standing],
     lists: Sequence[Sequence[Task]],
     complete: Collection[tuple[int, int]],
-    runners: Mapping[int, Sequence[int]],
+    runners: Mapping[int, Sequence[Sequence[int]]],
     leaving: Collection[int],
 ) -> tuple[Part, ...]:
     """What those that leave have added up, or will have, of sums that are not complete: each goes to a runner."""
@@ -138,5 +138,7 @@ def parts(
     for slot in sorted(set(leaving) & standings.keys()):
         mine = {(cell.step, cell.segment) for cell in standings[slot].summed}
         mine |= {(t.step, t.action.segment) for t in lists[slot] if t.action.kind in (Kind.W, Kind.B) and not t.again}
-        found += [(step, g, slot, runners[g % len(runners)][0]) for step, g in sorted(mine - set(complete))]
+        for step, g in sorted(mine - set(complete)):
+            by_stage = runners[step]
+            found.append((step, g, slot, by_stage[g % len(by_stage)][0]))
     return tuple(found)

@@ -36,8 +36,8 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
     """The sums that workers which leave give to others, before these are added up."""
     versions: tuple[dict[int, int], ...] = ()
     """By slot that stays, by stage held: the step that its weights are for."""
-    runners: tuple[tuple[int, ...], ...] = ()
-    """By stage: the workers whose sums are added up for these steps."""
+    runners: dict[int, tuple[tuple[int, ...], ...]] = {}
+    """By step, by stage: the workers whose sums are added up."""
     dropped: dict[int, tuple[int, ...]] = {}
     """By step: the micro-batches that are left out of it (strategy drop)."""
     redone: int = 0
@@ -155,14 +155,15 @@ def recover(scene: Scene, standings: Mapping[int, Standing]) -> Recovery:
 
     missing, placed = in_time(usable, scene.leaving, scene.patience, attempt)
     missing = staying_first(missing, scene.leaving)
+    runners = {step: _adding(step, usable, placed.lists, scene) for step in steps}
     return Recovery(
         steps=steps,
         lists=tuple(tuple((step, str(action), again) for step, action, again in row) for row in placed.lists),
         kept=_needed(placed.lists, missing, scene),
         sums=tuple(sorted((step, g, slots[0]) for (step, g), slots in missing.sums.items() if step in steps)),
-        parts=parts(usable, placed.lists, missing.sums, scene.runners, scene.leaving),
+        parts=parts(usable, placed.lists, missing.sums, runners, scene.leaving),
         versions=tuple(staying[slot].versions if slot in staying else {} for slot in range(scene.slots)),
-        runners=tuple(tuple(scene.runners[stage]) for stage in range(scene.stages)),
+        runners=runners,
         dropped={step: scene.dropped[step] for step in steps if scene.dropped.get(step)},
         redone=_redone(placed.lists, standings, scene.leaving),
         length=placed.makespan,
@@ -200,6 +201,30 @@ def untainted(summed: Sequence[Cell], dropped: Mapping[int, Collection[int]]) ->
     worker throws that sum away (Desk.drop)."""
     tainted = {(cell.step, cell.segment) for cell in summed if cell.micro in dropped.get(cell.step, ())}
     return tuple(cell for cell in summed if (cell.step, cell.segment) not in tainted)
+
+
+def _adding(
+    step: int, standings: Mapping[int, Standing], lists: Sequence[Sequence[Task]], scene: Scene
+) -> tuple[tuple[int, ...], ...]:
+    """By stage: who has something to add to its sums. A runner that has nothing is given what comes out: it may never
+    have run a forward there, and so not know what the layers record. If nobody has, the first stands for all."""
+    adds = {
+        (slot, cell.segment % scene.stages)
+        for slot, each in standings.items()
+        for cell in each.summed
+        if cell.step == step
+    }
+    adds |= {
+        (slot, task.action.segment % scene.stages)
+        for slot, row in enumerate(lists)
+        for task in row
+        if task.step == step and task.action.kind in (Kind.W, Kind.B) and not task.again
+    }
+    found = []
+    for stage in range(scene.stages):
+        adding = tuple(slot for slot in scene.runners[stage] if (slot, stage) in adds)
+        found.append(adding or (scene.runners[stage][0],))
+    return tuple(found)
 
 
 def _others(standings: Mapping[int, Standing], stage: int, runners: Collection[int]) -> list[int]:
