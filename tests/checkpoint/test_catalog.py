@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -242,6 +243,30 @@ def test_a_remote_file_is_read_once(memory: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Storage, "read", noted)
     catalog.open(manifest).load()
     assert sorted(reads) == [f"step-00000001/{name}" for name in sorted(manifest.files)]
+
+
+def test_files_far_away_are_read_side_by_side(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No read returns before all have begun."""
+    catalog = Catalog(Storage(memory))
+    manifest = save(catalog, 1, workers=3)
+    begun = threading.Barrier(len(manifest.files))
+    read = Storage.read
+
+    def together(storage: Storage, name: str) -> bytes:
+        begun.wait(timeout=60)
+        return read(storage, name)
+
+    monkeypatch.setattr(Storage, "read", together)
+    assert same(catalog.open(manifest).load(), state(1))
+
+
+def test_of_several_files_the_damaged_one_is_named(memory: str) -> None:
+    catalog = Catalog(Storage(memory))
+    manifest = save(catalog, 1, workers=3)
+    bad = shard_files(catalog, 1)[1]
+    damage(catalog.storage, f"step-00000001/{bad}")
+    with pytest.raises(CheckpointError, match=bad):
+        catalog.open(manifest).load()
 
 
 def test_a_tensor_belongs_to_the_caller(catalog: Catalog) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from safetensors import SafetensorError, safe_open
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from culm.checkpoint.storage import Storage
 
 V = TypeVar("V")
+_AT_ONCE = 8
+"""Files that are read at the same time: storage far away makes one wait for each."""
 
 
 class Reader:
@@ -53,9 +57,18 @@ class Reader:
                 f"{name} can not be read from {self._shown(file)} ({error}): resume from an older checkpoint"
             ) from error
 
+    def tensors(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Several tensors. The files that they lie in are opened, and where they are far away read, side by side."""
+        wanted = list(names)
+        files = {self.manifest.weight_map.get(name) for name in wanted} - {None, *self._opened}
+        if len(files) > 1:
+            with ThreadPoolExecutor(min(len(files), _AT_ONCE), thread_name_prefix="checkpoint") as pool:
+                list(pool.map(self._tried, files))
+        return {name: self.tensor(name) for name in wanted}
+
     def load(self, prefix: str = "") -> dict[str, Tensor]:
         """The tensors below a prefix of whole parts: "1" gives "1.weight" and not "10.weight"; "" gives all."""
-        return {name: self.tensor(name) for name in _below(prefix, self.names())}
+        return self.tensors(_below(prefix, self.names()))
 
     def scalars(self, prefix: str = "") -> dict[str, Scalar]:
         """The scalars below a prefix of whole parts."""
@@ -76,6 +89,11 @@ class Reader:
             path = self._storage.local_path(f"{self._folder}/{file}")
             self._opened[file] = self._fetch(file) if path is None else self._map(file, str(path))
         return self._opened[file]
+
+    def _tried(self, file: str) -> None:
+        """Open a file ahead. What is wrong with it is said when a tensor of it is asked for."""
+        with suppress(CheckpointError, SafetensorError, OSError):
+            self._open(file)
 
     def _map(self, file: str, path: str) -> Callable[[str], Tensor]:
         if self._verify:

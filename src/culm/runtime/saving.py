@@ -99,7 +99,7 @@ def load_checkpoint(state: State, root: str, step: int) -> None:
     manifest = catalog.check(step, verify="sizes")
     reader = catalog.open(manifest, verify=True)
     wanted = state.names()
-    tensors = {name: reader.tensor(name) for name in reader.names() if _belongs(name, wanted)}
+    tensors = reader.tensors(name for name in reader.names() if _belongs(name, wanted))
     state.restore_named(tensors, {n: v for n, v in manifest.scalars.items() if _belongs(n, wanted)})
 
 
