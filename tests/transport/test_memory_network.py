@@ -225,6 +225,24 @@ def test_after_its_connection_was_severed_a_member_can_not_sum_over_it_any_more(
     run_virtual(main())
 
 
+def test_a_new_group_has_connections_of_its_own() -> None:
+    """Those that share a segment send each other nothing else: whoever waits for a frame to reconnect waits for ever."""
+
+    async def main() -> None:
+        network = MemoryNetwork()
+        (a, _), (b, _) = members(network, "ab")
+        a.post("b", b"hello")
+        network.sever("a", "b")
+        await asyncio.sleep(1)
+        groups = [each.group(Key(2, 0, "later"), "ab") for each in (a, b)]
+        for group in groups:
+            await group.join()
+        found = await outcomes(groups, 0.0, lambda: None)
+        assert [value for _, value in found] == [2.0, 2.0]
+
+    run_virtual(main())
+
+
 def test_a_sum_that_a_member_can_not_be_heard_in_waits_until_the_connection_is_given_up() -> None:
     async def main() -> None:
         network = MemoryNetwork()

@@ -30,6 +30,8 @@ Cost: TypeAlias = Callable[[int, int, str], float]
 LATENCY_S = 0.001
 PATIENCE_S = 3600.0
 """Virtual seconds without any news in the store: a run in which only heartbeats go on hangs, too."""
+ENDLESS = 50
+"""Epochs without a step: so does one that recovers again and again."""
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
 """How far an element may be off, relative to the largest of its kind in the model, where sums were added up in another
 order. Differences of the last bit grow from step to step, and where bf16 rounds them they grow at once."""
@@ -176,10 +178,13 @@ def _in_own_folder(setup: Setup, name: str) -> Setup:
 
 
 async def _impatient(cluster: Cluster) -> None:
-    """Beside a run: nothing may stand still for ever."""
+    """Beside a run: nothing may stand still for ever, nor go round in a circle."""
     news = cluster.store.subscribe("")
-    while True:
+    epochs = 0
+    while epochs < ENDLESS:
         try:
-            await asyncio.wait_for(news.get(), PATIENCE_S)
+            key, _ = await asyncio.wait_for(news.get(), PATIENCE_S)
         except TimeoutError:
             raise Deadlock(f"nothing has happened for {PATIENCE_S:g} s of virtual time{cluster.waits()}") from None
+        epochs = 0 if key == "step" else epochs + (key == "epoch")
+    raise Deadlock(f"{ENDLESS} epochs have come and gone without a step{cluster.waits()}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import Context
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -83,6 +83,11 @@ class MemoryNetwork:
             if here in self.endpoints and there in self.endpoints[here].known:
                 self.endpoints[here].lose(there)
             self._break_sums(there, here.__eq__)
+
+    def reconnect(self, address: Address, members: Iterable[Address]) -> None:
+        """A new connection to each of these that is there."""
+        if address in self.endpoints:
+            self.endpoints[address].lost.difference_update(member for member in members if member in self.endpoints)
 
     def _break_sums(self, gone: Address, concerned: Callable[[Address], bool]) -> None:
         for pending in self._sums.values():
@@ -258,6 +263,8 @@ class MemoryGroup:
         self._left = False
 
     async def join(self) -> None:
+        """Over connections of its own: one that broke before is no obstacle."""
+        self._network.reconnect(self._me, self._members)
         await asyncio.sleep(0)
 
     async def all_reduce(self, tensor: Tensor) -> None:
