@@ -226,7 +226,7 @@ def test_after_its_connection_was_severed_a_member_can_not_sum_over_it_any_more(
 
 
 def test_a_new_group_has_connections_of_its_own() -> None:
-    """Those that share a segment send each other nothing else: whoever waits for a frame to reconnect waits for ever."""
+    """Those that share a segment send each other nothing else: whoever waits for a frame to do it waits for ever."""
 
     async def main() -> None:
         network = MemoryNetwork()

@@ -182,12 +182,13 @@ class Agent:
                 prober.know(key, record)
 
     async def _keep_vigil(self, vigil: Vigil, prober: Prober) -> None:
-        """Whose worker hangs goes, and may come back as a new node. If it is this node's own, another will lead."""
+        """Whose worker hangs, or was given up, goes, and may come back as a new node. If it is this node's own, another
+        will lead."""
         while True:
             await self.clock.sleep(vigil.times.beat)
-            for node in vigil.silent(self.clock.now()):
+            for node in vigil.as_good_as_gone(self.clock.now()):
                 if node == self.node:
-                    raise RunError("the worker of the node that leads hangs")
+                    raise RunError("the worker of the node that leads hangs, or can not reach the others")
                 await prober.evict(f"nodes/{node}")
 
     async def _elected(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -10,6 +11,11 @@ from culm.runtime import epoch as letters
 
 if TYPE_CHECKING:
     from culm.cluster.turnover import Turnover
+
+
+IN_VAIN = 4
+"""Epochs in a row that were made to send everything again and brought no step: then the connections are not to be had
+back, and who complains of them is given up."""
 
 
 @dataclass
@@ -35,11 +41,18 @@ class Silence:
         self._epoch = 0
         self._done: dict[int, int] = {}
         """How far each worker has come in the epoch, by its last beat."""
+        self._step = 0
+        self._vain = 0
+        """Epochs that were made since that step although nobody was lost."""
+        self._complaints: Counter[int] = Counter()
+        """How often a worker missed others in them."""
 
     def suspect(self, message: letters.Failed) -> None:
         """A worker misses another one. Who is gone the store knows, in a moment. If nobody is, a connection broke:
         what was lost with it is sent again in a new epoch or, where nothing is kept, the run ends."""
         tenure, number = self.tenure, self.tenure.number
+        self._recount()
+        self._complaints[message.node] += 1
         tenure.event("suspected", node=message.node, why=message.message)
         tenure.toll.sign()
 
@@ -51,7 +64,27 @@ class Silence:
 
     def resolve(self, doubt: Doubt) -> None:
         if self.tenure.number == doubt.epoch and self.turnover.halting is None:
-            self.turnover.halt()
+            self._again()
+
+    def _again(self) -> None:
+        """Nobody is lost: all is sent again in a new epoch. If that was done over and over, one goes who misses others:
+        two that can not reach each other are no use to each other, whoever else reaches both."""
+        self._recount()
+        self._vain += 1
+        members = {member.node for member in self.tenure.epoch.alive} if self.tenure.epoch is not None else set()
+        complaining = [(count, node) for node, count in self._complaints.items() if node in members]
+        if self._vain >= IN_VAIN and complaining:
+            _, node = max(complaining)
+            why = f"{self._vain} epochs brought no step, and it misses others: its connections are not to be had back"
+            self.tenure.event("given_up", node=node, why=why)
+            self.tenure.vigil.give_up(node)
+        self.turnover.halt()
+
+    def _recount(self) -> None:
+        """A step was made: all is well."""
+        if self.tenure.ledger.next_step != self._step:
+            self._step, self._vain = self.tenure.ledger.next_step, 0
+            self._complaints.clear()
 
     def beat(self, beat: letters.Beat) -> None:
         """So much has a worker done in the epoch."""
@@ -81,7 +114,7 @@ class Silence:
         elif not self._waits_for_permission():
             why = "nothing moves and nobody is gone: all is sent again"
             tenure.event("stalled", step=tenure.ledger.next_step, why=why)
-            self.turnover.halt()
+            self._again()
 
     def _waits_for_permission(self) -> bool:
         """Whether it is the user's turn: a hook or a launcher has to let the next step begin."""

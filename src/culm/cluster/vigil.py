@@ -1,4 +1,4 @@
-"""Whose worker hangs, though its agent is there. Pure: letters and times in, nodes out.
+"""Whose worker hangs, or is of no use, though its agent is there. Pure: letters and times in, nodes out.
 
 A worker beats for as long as it lives under an epoch, unless an action keeps it busy; and it answers a halt. One that
 does neither for longer than any action takes is as good as gone, and so is its node.
@@ -33,6 +33,7 @@ class Vigil:
         self._halt = 0
         self._halted_at = 0.0
         self._reported: set[int] = set()
+        self._given_up: set[int] = set()
 
     @property
     def times(self) -> Timeouts:
@@ -57,6 +58,16 @@ class Vigil:
                 self._halt, self._halted_at = message.epoch, now
                 self._reported.clear()
             self._reported.add(message.node)
+
+    def give_up(self, node: int) -> None:
+        """The leader goes on without this one, though it can be heard."""
+        self._given_up.add(node)
+
+    def as_good_as_gone(self, now: float) -> list[int]:
+        """The nodes that shall go: those given up since the last time, and those whose workers are silent for too
+        long."""
+        given_up, self._given_up = self._given_up, set()
+        return sorted(given_up.union(self.silent(now)))
 
     def silent(self, now: float) -> list[int]:
         """The nodes whose workers owe a sign for too long: while others beat on, or answered a halt."""
