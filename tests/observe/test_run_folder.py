@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from culm import Job
 from culm.cluster.setup import Result, encode
 from culm.errors import CulmError, NodeLost
-from culm.testing import Cluster, Simulated, simulate
+from culm.testing import Cluster, Faults, Simulated, simulate
 
 PROMISED = {
     "steps", "samples", "samples_expected", "samples_lost", "samples_duplicated", "wall_s", "goodput", "strategy",
@@ -111,6 +111,13 @@ def test_the_trace_has_a_row_for_each_node_and_a_span_for_each_of_its_actions(ou
     assert sorted(event["name"] for event in forward) == sorted(f"{g}F{m}" for g in range(2) for m in range(4))
     names = {event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"}
     assert "node 3: pipeline 1 stage 1" in names
+
+
+def test_the_trace_shows_what_came_before_a_loss_and_after(tmp_path: Path) -> None:
+    hurt = Faults().kill(1, at="1B1", step=2)
+    run(str(tmp_path), job(steps=5), faults=hurt, strategy="reroute")
+    spans = [e for e in strict(text(str(tmp_path), "trace.json"))["traceEvents"] if e["ph"] == "X"]
+    assert {e["args"]["step"] for e in spans if e["tid"] == 3} == {0, 1, 2, 3, 4}
 
 
 def test_a_long_run_leaves_a_trace_of_its_last_actions_only(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ epoch goes on from.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -144,6 +145,8 @@ class Desk:
         self.lags: int | None = None
         """The step that a copy on its way here is at."""
         self.kept_peak = 0
+        self.spans: deque[tuple[int, str, float, float]] = deque(maxlen=4096)
+        """The last actions, of whatever epoch: their step and name, when they began and ended."""
         self._kept = 0
 
     def step(self, number: int) -> OpenStep:

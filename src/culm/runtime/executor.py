@@ -58,7 +58,6 @@ class Executor:
         self.slowest_s = 0.0
         self.tapes_peak = 0
         self.waited_s = 0.0
-        self.spans: collections.deque[tuple[int, str, float, float]] = collections.deque(maxlen=4096)
         self._home: dict[str, Values | Tensors] = {}
         self._yielded = clock.now()
         self._waits: dict[str, collections.deque[float]] = {}
@@ -128,7 +127,7 @@ class Executor:
             self.desk.book(step, op.action.segment, op.segment).count(micro)
         await self._hand_on(step, op, values)
         end = self.clock.now()
-        self.spans.append((step, op.label, start, end))
+        self.desk.spans.append((step, op.label, start, end))
         self.done += 1
         self.slowest_s = max(self.slowest_s, end - start)
 

@@ -43,7 +43,7 @@ def final_report(executor: Executor, shadows: Shadows) -> Final:
     return Final(
         node=executor.node,
         digests=digests,
-        spans=tuple(executor.spans),
+        spans=tuple(executor.desk.spans),
         kept_bytes=executor.desk.kept_peak,
         peak_tapes=executor.tapes_peak,
         peak_rss=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,

@@ -114,7 +114,7 @@ class Stint:
         await self.closing.close(step, held)
         now = self.clock.now()
         for g in executor.segments:
-            executor.spans.append((step, f"{g}S", start, now))
+            executor.desk.spans.append((step, f"{g}S", start, now))
         self._report_closed()
         if not self.epoch.kept:
             self.terms.commit(step + 1, executor.desk)
