@@ -21,6 +21,7 @@ from culm.providers.strike import Board, Striker
 from culm.runtime.clock import RealClock
 from culm.runtime.fingerprint import fingerprint
 from culm.runtime.worker import Worker
+from culm.transport.links import HANDSHAKE_S
 from culm.transport.sockets import SocketTransport
 
 if TYPE_CHECKING:
@@ -108,7 +109,8 @@ def _run_worker(job: Job, order: Start, address: str, clock: RealClock) -> None:
 
 def _transport(order: Start, *, look_out: float = 0.0) -> SocketTransport:
     ports = range(order.ports[0], order.ports[1] + 1) if order.ports else None
-    return SocketTransport(secret=order.secret, host=order.host, ports=ports, look_out=look_out)
+    patience = max(HANDSHAKE_S, 2 * order.place.suspect_after)
+    return SocketTransport(secret=order.secret, host=order.host, ports=ports, look_out=look_out, unheard=patience)
 
 
 def _look_out(neighbours: int) -> float:
