@@ -25,6 +25,8 @@ from culm.transport.links import HANDSHAKE_S
 from culm.transport.sockets import SocketTransport
 
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
     from culm.job import Job
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -56,7 +58,7 @@ def _with_one_worker(job: Job, order: Start, born: Born, clock: RealClock) -> bo
     def child() -> None:
         ours.close()
         die_with(agent)
-        born(theirs.recv_bytes().decode())
+        _when_told(theirs, born)
 
     worker = fork(child)
     theirs.close()
@@ -69,6 +71,15 @@ def _with_one_worker(job: Job, order: Start, born: Born, clock: RealClock) -> bo
         return asyncio.run(_agent(job, order, start_worker, clock))
     finally:
         _kill(worker)
+
+
+def _when_told(pipe: Connection, born: Born) -> None:
+    """The worker's life, from when its agent says where it is; an agent may be killed before that."""
+    try:
+        address = pipe.recv_bytes().decode()
+    except (EOFError, OSError):
+        return
+    born(address)
 
 
 async def _agent(job: Job, order: Start, start_worker: StartWorker, clock: RealClock) -> bool:
