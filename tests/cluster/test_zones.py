@@ -67,3 +67,18 @@ def test_a_new_copy_is_made_in_another_zone() -> None:
     zones = {1: "a", 2: "a", 3: "a", 4: "b", 5: "a"}
     replicas = arrange_around(World(plan=full, strategy="reroute", held=held, zones=zones)).replicas
     assert [(replica.stage, replica.slot) for replica in replicas if replica.fresh] == [(0, 4)]
+
+
+def test_where_one_zone_has_all_holders_of_a_stage_somebody_elsewhere_with_room_gets_a_copy() -> None:
+    """Two stages have both of their holders in zone a. The one worker of zone b takes the first: it has no more room."""
+    full = generate("1f1b", pipelines=1, stages=3, micro_batches=6)
+    held = {0: frozenset({0, 1}), 1: frozenset({0, 1}), 2: frozenset({2})}
+
+    def fresh(zones: dict[int, str]) -> list[int]:
+        replicas = arrange_around(World(plan=full, strategy="shadow", held=held, zones=zones)).replicas
+        return [replica.stage for replica in replicas if replica.fresh]
+
+    assert fresh({0: "a", 1: "a", 2: "b"}) == [0, 2]
+    assert fresh({0: "a", 1: "b", 2: "b"}) == [2], "of stage 2 there is one holder alone"
+    assert fresh({0: "a", 1: "a", 2: "a"}) == [2]
+    assert fresh({}) == [2]

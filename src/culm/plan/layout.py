@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -365,7 +365,8 @@ def _row(actions: list[Action], stages: tuple[int, ...], full: Plan, early: bool
 
 
 def _replicas(world: World, runners: Mapping[int, tuple[int, ...]]) -> tuple[Replica, ...]:
-    """The copies that are there beside the runners', and new ones where a stage would have one holder alone."""
+    """The copies that are there beside the runners', and new ones: where a stage would have one holder alone, and where
+    all of them are in one zone, which may go as a whole, and somebody elsewhere has nothing but its own stage."""
     found = [
         Replica(stage, slot, _source(world, runners[stage], slot))
         for slot, held in sorted(world.held.items())
@@ -377,12 +378,20 @@ def _replicas(world: World, runners: Mapping[int, tuple[int, ...]]) -> tuple[Rep
     for stage in range(world.plan.stages):
         holders = {*runners[stage], *(replica.slot for replica in found if replica.stage == stage)}
         able = [slot for slot in world.held if slot not in holders and slot not in world.leaving]
-        if len(holders - world.leaving) <= enough and able and world.strategy != "none":
+        if len(holders - world.leaving) > enough:
+            able = [slot for slot in able if enough and load[slot] == 1 and _elsewhere(world, slot, holders)]
+        if able and world.strategy != "none":
             near = {world.zones.get(slot) for slot in holders} - {None}
             chosen = min(able, key=lambda w: (world.zones.get(w) in near, load[w], (stage - w) % world.plan.stages, w))
             load[chosen] += 1
             found.append(Replica(stage, chosen, _source(world, runners[stage], chosen), fresh=True))
     return tuple(found)
+
+
+def _elsewhere(world: World, slot: int, holders: Set[int]) -> bool:
+    """Whether all of these are in one zone, and somebody in another one."""
+    zones = {world.zones.get(holder) for holder in holders - world.leaving}
+    return len(zones) == 1 and zones.isdisjoint({world.zones.get(slot), None}) and slot in world.zones
 
 
 def _source(world: World, runners: tuple[int, ...], slot: int) -> int:
