@@ -6,7 +6,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 CODE := src tests benchmarks examples
-PYTEST = $(BIN)/pytest -q -n 2 --dist worksteal
+# Tests in so many processes: one for each core, but no more than eight, since each holds torch and starts nodes.
+JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
+PYTEST = $(BIN)/pytest -q -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint bench clean

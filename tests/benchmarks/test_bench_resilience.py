@@ -245,9 +245,18 @@ def test_under_the_same_losses_none_is_lost_and_reroute_goes_on(nursery: LocalNu
 
 @pytest.mark.real
 def test_a_checkpoint_on_slow_storage_is_gone_back_to(nursery: LocalNursery, tmp_path: Path) -> None:
-    calm = undisturbed(SCENE, nursery)
+    scene = replace(SCENE, loss_every=2.0 * SCENE.steps)  # a busy machine has to write one between two losses
     out = slow.place(str(tmp_path), write_s=0.01, read_s=0.05)
-    ran = under_losses(SCENE, nursery, "checkpoint", calm.step_s, out=out, checkpoint_every=2, replace_within=5.0)
+    step_s = undisturbed(scene, nursery).step_s
+    ran = under_losses(
+        replace(scene, steps=2 * scene.steps),
+        nursery,
+        "checkpoint",
+        step_s,
+        out=out,
+        checkpoint_every=2,
+        replace_within=5.0,
+    )
     assert "checkpoint" in {each["source"] for each in ran.summary["recoveries"]}
     assert list(tmp_path.glob("checkpoints/*"))
 

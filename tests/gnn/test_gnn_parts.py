@@ -23,6 +23,7 @@ from culm.gnn.lead import newest_common
 from culm.gnn.ledger import Evaluation, Ledger, exhausted
 from culm.gnn.model import Model, initial_weights, model_of, multiple, shape_of, state_dict
 from culm.gnn.passes import Pass, Task, passes
+from culm.gnn.prepare import default_threads
 from culm.gnn.recoveries import Recoveries
 from culm.gnn.seats import Seats
 from culm.gnn.shelf import Adam, Shelf
@@ -328,3 +329,12 @@ def test_a_request_that_would_run_into_nothing_is_refused_before_it_starts(
 def test_what_pyg_can_do_and_this_can_not_is_refused_and_not_left_out(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
         shape_of(pyg("nn").GCN(5, 8, 2, 3, **options))
+
+
+def test_a_small_graph_is_served_by_one_thread_and_a_large_one_by_its_servers_share_of_the_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("culm.gnn.prepare.cores", lambda: 16)
+    assert default_threads(10_556, 1) == 1
+    assert default_threads(1 << 20, 2) == 8
+    assert default_threads(1 << 20, 32) == 1

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from culm.gnn.model import Model, Weights
     from culm.gnn.program import Place
 
+_ALONE = 1 << 17
+"""Edges of a graph below which one thread is enough for a server."""
 _FEW_BYTES = 1 << 20
 _LARGEST = 1 << 16
 """Vertices of an interval at most: a task then takes tens of milliseconds."""
@@ -43,6 +45,12 @@ def default_intervals(vertices: int, servers: int, workers: int, mode: Mode) -> 
     return max(1, each, -(-vertices // (servers * _LARGEST)))
 
 
+def default_threads(edges: int, servers: int) -> int:
+    """Of a graph server: its share of the cores or, where there is so little to do that threads would take longer to
+    meet than to work, one."""
+    return 1 if edges < _ALONE else max(1, cores() // servers)
+
+
 def edge_place(graph: Graph, model: Model, pieces: int) -> Place:
     """Who applies the edges of an attention: where an interval has few, the way to a worker costs more than that."""
     return "server" if (graph.edges + graph.vertices) / pieces * model.heads * 4 < _FEW_BYTES else "worker"
@@ -53,7 +61,9 @@ def check_memory(graph: Graph, model: Model) -> None:
     width = graph.width + sum(
         2 * (sent_width(model, l) + gathered_width(model, l)) for l in range(first_gather(model), model.layers)
     )
-    edges = (graph.edges + graph.vertices) * (12 + (24 * model.heads * model.layers if model.kind == "gat" else 0))
+    edges = (graph.edges + graph.vertices) * (
+        12 + (model.heads * (24 * model.layers + 16) if model.kind == "gat" else 0)
+    )
     refuse_what_does_not_fit(
         graph.vertices * width * 4 + edges,
         f"training {model.kind} on {graph.name} ({graph.vertices} vertices, {graph.edges} edges)",

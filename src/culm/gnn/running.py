@@ -193,7 +193,7 @@ class _Run:
             total=wanted.graph.train_vertices,
             parts=str(parts),
             checkpoints=checkpoints,
-            threads=wanted.threads or max(1, prepare.cores() // wanted.servers),
+            threads=wanted.threads or prepare.default_threads(wanted.graph.edges, wanted.servers),
             host=wanted.host,
             edges=wanted.edges or prepare.edge_place(wanted.graph, wanted.model, wanted.servers * intervals),
             share=wanted.share,

@@ -1,0 +1,67 @@
+"""Sums and products along edges, under several heads: what they are, however they are laid out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from culm.gnn import sparse
+from culm.gnn.sparse import Adjacency
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Adjacency, Tensor, Tensor, Tensor, int]:
+    """Edges of an interval (some vertices may have none), a value per edge and head, rows of targets, a table."""
+    sizes = draw(st.lists(st.integers(0, 4), min_size=2, max_size=7))
+    heads, width, columns = draw(st.integers(1, 4)), draw(st.integers(1, 11)), draw(st.integers(4, 9))
+    random = torch.Generator().manual_seed(draw(st.integers(0, 1 << 16)))
+    indptr = torch.tensor([0, *sizes], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    indices = torch.cat([torch.randperm(columns, dtype=torch.int32, generator=random)[:size] for size in sizes])
+    first = draw(st.integers(0, len(sizes) - 1))
+    found = Adjacency(indptr, indices, torch.ones(len(indices)), first, len(sizes), columns)
+    values = torch.randn(len(found.columns), heads, generator=random)
+    rows = torch.randn(len(sizes) - first, heads * width, generator=random)
+    table = torch.randn(columns, heads * width + 3, generator=random)[:, : heads * width]
+    return found, values, rows, table, heads
+
+
+@pytest.fixture(params=[0, 1 << 21], ids=["head by head", "all heads at once"])
+def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sparse, "_SPREAD", request.param)
+
+
+@pytest.mark.usefixtures("layout")
+class TestUnderSeveralHeads:
+    """Both layouts are held to plain loops over edges."""
+
+    @given(cases())
+    @settings(max_examples=60, deadline=None)
+    def test_a_vertex_gathers_its_neighbours_each_head_weighed_by_its_own_values(
+        self, case: tuple[Adjacency, Tensor, Tensor, Tensor, int]
+    ) -> None:
+        adjacency, values, rows, table, heads = case
+        out = torch.full_like(rows, torch.nan)
+        adjacency.gather_weighed(values, table, out)
+        wanted = torch.zeros(len(rows), heads, rows.shape[1] // heads)
+        for edge, (target, source) in enumerate(_edges(adjacency)):
+            wanted[target] += values[edge][:, None] * table[source].view(heads, -1)
+        torch.testing.assert_close(out, wanted.view_as(out))
+
+    @given(cases())
+    @settings(max_examples=60, deadline=None)
+    def test_an_edge_has_the_product_of_its_two_ends_for_each_head(
+        self, case: tuple[Adjacency, Tensor, Tensor, Tensor, int]
+    ) -> None:
+        adjacency, values, rows, table, heads = case
+        wanted = torch.zeros_like(values)
+        for edge, (target, source) in enumerate(_edges(adjacency)):
+            wanted[edge] = (rows[target].view(heads, -1) * table[source].view(heads, -1)).sum(1)
+        torch.testing.assert_close(adjacency.dot(rows, table, heads), wanted)
+
+
+def _edges(adjacency: Adjacency) -> list[tuple[int, int]]:
+    targets = torch.arange(len(adjacency.offsets) - 1).repeat_interleave(adjacency.offsets.diff())
+    return list(zip(targets.tolist(), adjacency.columns.tolist(), strict=True))
