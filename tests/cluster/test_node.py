@@ -6,6 +6,7 @@ import ctypes
 import os
 import subprocess
 import sys
+from multiprocessing import Pipe
 
 import pytest
 
@@ -45,3 +46,16 @@ def test_a_worker_watches_for_frames_where_it_takes_no_core_from_others(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     assert node._look_out(4) == seconds
+
+
+def test_a_worker_whose_agent_was_killed_at_its_birth_ends_without_a_word() -> None:
+    """What it was told before it counts."""
+    lives: list[str] = []
+    for told in ((), (b"10.0.0.7:4000",)):
+        ours, theirs = Pipe()
+        for word in told:
+            ours.send_bytes(word)
+        ours.close()
+        node._when_told(theirs, lives.append)
+        theirs.close()
+    assert lives == ["10.0.0.7:4000"]

@@ -51,6 +51,34 @@ def test_a_job_of_no_steps_ends_with_its_initial_weights(tmp_path: Path) -> None
     assert found.weights_sha256 == reference(job(steps=0)).weights_sha256
 
 
+def test_whoever_leads_is_heard_of_while_the_files_of_a_large_run_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a hundred nodes that takes longer than a lease: in the event loop it would cost the leader its place."""
+    deep, written = 0, []
+    aside, write = VirtualClock.aside, RunFolder.write
+
+    async def watched(clock: VirtualClock, slow: Any, *args: Any, **named: Any) -> Any:
+        def noted() -> Any:
+            nonlocal deep
+            deep += 1
+            try:
+                return slow(*args, **named)
+            finally:
+                deep -= 1
+
+        return await aside(clock, noted)
+
+    def noted(folder: RunFolder, name: str, value: Any) -> None:
+        written.append((name, deep > 0))
+        write(folder, name, value)
+
+    monkeypatch.setattr(VirtualClock, "aside", watched)
+    monkeypatch.setattr(RunFolder, "write", noted)
+    simulate(job(), stages=2, out=str(tmp_path))
+    assert written == [("summary.json", True), ("trace.json", True)]
+
+
 @pytest.mark.parametrize(
     ("field", "value", "found"), [("name", "Conv2d", "Conv2d with 80"), ("parameter_bytes", 4096, "Linear with 4,096")]
 )

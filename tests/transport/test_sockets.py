@@ -142,6 +142,23 @@ def test_a_killed_process_is_missed_by_whoever_speaks_to_it() -> None:
         patiently(main(pid))
 
 
+def test_who_confirms_nothing_for_too_long_is_missed_though_no_connection_was_closed() -> None:
+    """As behind a switch that drops packets: the kernel alone would try on for a quarter of an hour."""
+
+    async def main() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            address = f"127.0.0.1:{silent.getsockname()[1]}"
+            mine = SocketTransport(secret=SECRET, unheard=0.1)
+            mine.send(address, key(), [torch.zeros(LARGE)])
+            heard, _ = await asyncio.to_thread(silent.accept)
+            with heard:
+                await asyncio.to_thread(wire.welcome, heard, SECRET)  # and reads nothing from here on
+                assert await mine.letter() == Letter(address, None)
+            await mine.close()
+
+    patiently(main())
+
+
 def test_who_does_not_know_the_secret_can_not_send() -> None:
     async def main() -> None:
         async with SOCKETS.endpoints() as (a, b):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from culm.cluster.baselines import more_pipelines
+from culm.cluster.probation import Probation
 from culm.cluster.regroup import first_epoch, protected, restart
 from culm.cluster.relayout import shape_now
 from culm.cluster.turnover import whole
@@ -28,6 +29,9 @@ class Comings:
         self.turnover, self.tenure = turnover, turnover.tenure
         self.evacuated = False
         """Whether the run ends because every node has notice."""
+        self._probation = Probation()
+        self._aside: dict[int, NodeRecord] = {}
+        """Nodes that have to wait until they count as there."""
 
     async def joined(self, record: NodeRecord) -> None:
         """An agent is up, and then its worker; when all are, the first epoch begins. Later it waits for a slot."""
@@ -42,10 +46,33 @@ class Comings:
         if differs is not None:  # those that train are not disturbed
             tenure.event("refused", node=record.node, why=differs)
             return
+        seconds = self._probation.left_s(record.host, tenure.clock.now())
+        if outside and seconds and not self._works(record.host):
+            self._aside[record.node] = record
+            why = "nodes of its machine were given up before: it is taken in when others have had time to work"
+            tenure.event("on_probation", node=record.node, seconds=seconds, why=why)
+            return
+        self._take_in(record)
+        await self._open_if_complete()
+
+    def _take_in(self, record: NodeRecord) -> None:
+        tenure, roll = self.tenure, self.tenure.roll
         roll.nodes[record.node] = record
         tenure.event("node_joined" if not record.life else "worker_renewed", node=record.node)
         self.turnover.note_renewed(record.node)
-        await self._open_if_complete()
+
+    def _works(self, host: str) -> bool:
+        """Whether somebody of a machine is a member of the epoch: then it is not the machine's connections."""
+        epoch, nodes = self.tenure.epoch, self.tenure.roll.nodes
+        members = self.tenure.roll.staying(epoch) if epoch is not None else ()
+        return any(member.node in nodes and nodes[member.node].host == host for member in members)
+
+    def _let_in(self) -> None:
+        """Those who have waited long enough."""
+        now = self.tenure.clock.now()
+        for node, record in list(self._aside.items()):
+            if not self._probation.left_s(record.host, now):
+                self._take_in(self._aside.pop(node))
 
     async def _open_if_complete(self) -> None:
         """The run begins when all nodes are there, but for those that came and had to go again."""
@@ -93,7 +120,7 @@ class Comings:
         tenure, roll, epoch = self.tenure, self.tenure.roll, self.tenure.epoch
         members = list(nodes) if epoch is None else [member.node for member in epoch.alive]
         mourned = [node for node in nodes if node in members and node not in roll.gone]
-        roll.strike(nodes)
+        self._strike(nodes)
         halting = self.turnover.halting
         if not mourned:
             if halting is not None and not halting.expected.isdisjoint(nodes):
@@ -112,6 +139,15 @@ class Comings:
         else:
             self.turnover.halt(mourned)
 
+    def _strike(self, nodes: Sequence[int]) -> None:
+        """They are not there any more. Who was as good as gone is not trusted at once when its machine comes back."""
+        tenure, roll = self.tenure, self.tenure.roll
+        for node in nodes:
+            self._aside.pop(node, None)
+            if node in roll.nodes and node in tenure.vigil.condemned:
+                self._probation.fell(roll.nodes[node].host, tenure.clock.now(), tenure.timeouts.doubt)
+        roll.strike(nodes)
+
     async def _drain(self, record: NodeRecord, seconds: float) -> None:
         """A node has notice: the others go on without it before it goes. Who leaves when the run ends anyway, stays."""
         tenure, roll, epoch, node = self.tenure, self.tenure.roll, self.tenure.epoch, record.node
@@ -121,7 +157,7 @@ class Comings:
         if epoch is None or epoch.slot_of(node) is None:  # the run begins, or goes on, without it
             if epoch is None and tenure.setup.strategy == "none":
                 raise tenure.lost(node)
-            roll.strike([node])
+            self._strike([node])
             tenure.let_go(record)
             await self._open_if_complete()
             return
@@ -147,6 +183,7 @@ class Comings:
         tenure, roll, epoch = self.tenure, self.tenure.roll, self.tenure.epoch
         if epoch is None or tenure.finish is not None or not self.turnover.calm or tenure.minutes.behind:
             return
+        self._let_in()
         if not tenure.setup.keeps:
             if more_pipelines(tenure.setup, epoch, len(roll.waiting(epoch))):
                 self.turnover.halt()

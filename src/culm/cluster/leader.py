@@ -84,7 +84,8 @@ class Leader:
         tenure = self.tenure
         try:
             summary = await self._lead()
-            tenure.folder.sync()
+            # Aside: of many nodes it takes longer than a lease, and whoever leads must go on being heard of meanwhile.
+            await tenure.clock.aside(self._leave_behind, summary)
             if self.comings.evacuated:
                 raise tenure.all_left()
             return Result(summary=summary)
@@ -99,7 +100,7 @@ class Leader:
         await (self._take_over() if await self.tenure.inherit() else self._begin())
         while not self._ended():
             await self._heed(await self.inbox.get())
-        return self._leave()
+        return self._close()
 
     async def _begin(self) -> None:
         """The first epoch is still to come. Who led before it and is gone was one of those that the start waits for."""
@@ -132,10 +133,9 @@ class Leader:
             return False
         return tenure.roll.crew <= tenure.finals.keys()
 
-    def _leave(self) -> dict[str, Any]:
-        """All is done: write down what it came to."""
-        tenure, ledger, setup = self.tenure, self.tenure.ledger, self.tenure.setup
-        assert tenure.epoch is not None
+    def _close(self) -> dict[str, Any]:
+        """All is done: what it came to."""
+        tenure, ledger = self.tenure, self.tenure.ledger
         finals = list(tenure.finals.values())
         started = tenure.began if tenure.first_step_at is None else tenure.first_step_at
         ended = tenure.clock.now() if ledger.last is None else ledger.last.at
@@ -149,14 +149,21 @@ class Leader:
             "samples_redone": ledger.redone,
         }
         tenure.event("finished", steps=ledger.steps, samples=ledger.samples)
+        return summary
+
+    def _leave_behind(self, summary: dict[str, Any]) -> None:
+        """The files of the run."""
+        tenure, setup = self.tenure, self.tenure.setup
+        assert tenure.epoch is not None
         tenure.folder.write("summary.json", summary)
         labels = {
             member.node: f"node {member.node}: {slot_label(slot, setup.stages)}"
             for slot, member in enumerate(tenure.epoch.members)
             if member is not None
         }
-        tenure.folder.write("trace.json", perfetto({final.node: final.spans for final in finals}, labels))
-        return summary
+        spans = {final.node: final.spans for final in tenure.finals.values()}
+        tenure.folder.write("trace.json", perfetto(spans, labels))
+        tenure.folder.sync()
 
     async def _watch(self, prefix: str) -> None:
         """Nodes come and go in the store; with the gate `outside` the launcher speaks there."""

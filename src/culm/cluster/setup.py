@@ -179,6 +179,10 @@ class NodeRecord(msgspec.Struct, frozen=True):
     zone: str = ""
     """Where the machine is: machines of a zone are often lost together. "": nobody said."""
 
+    @property
+    def host(self) -> str:
+        return self.agent.rpartition(":")[0]
+
 
 class Result(msgspec.Struct, frozen=True):
     """How a run ended, under the key `result`."""

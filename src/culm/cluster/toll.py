@@ -106,11 +106,19 @@ class Toll:
         self._lately.clear()
 
     def took_to_detect(self, lost: Collection[int]) -> float:
-        """Since the blow, where one was struck on purpose; else since the first sign that somebody was missed."""
+        """Since the blow, where one was struck on purpose; else since the first sign that somebody was missed or, where
+        a machine fell silent and nobody was told, since a step was overdue."""
         now = self._clock.now()
         blows = [at for at in map(self._clock.struck_at, lost) if at is not None]
-        since = min(blows, default=now if self._first_sign is None else self._first_sign)
-        return now - since
+        return now - min(now, *(blows or [self._missed_since(now, overdue=bool(lost))]))
+
+    def _missed_since(self, now: float, *, overdue: bool) -> float:
+        """The first sign. One that came more than a step after that was due is not the first."""
+        sign = now if self._first_sign is None else self._first_sign
+        if not overdue or self._before_loss is None or self.pace_s is None:
+            return sign
+        due = self._before_loss + self.pace_s
+        return due if self._first_sign is None or sign > due + self.pace_s else sign
 
     @property
     def lately_s(self) -> float:
@@ -137,6 +145,11 @@ class Toll:
             self._pace.append(now - self._before_loss)
             self._lately = [*self._lately[-31:], now - self._before_loss]
         self._before_loss = now
+
+    def resumed(self) -> None:
+        """What disturbed the run is made good: the next step takes as long as usual, from now on."""
+        if self._before_loss is not None:
+            self._before_loss = self._clock.now()
 
     @property
     def pace_s(self) -> float | None:

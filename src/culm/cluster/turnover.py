@@ -55,8 +55,10 @@ class Turnover:
         number = 1 + (before.number if before is not None else tenure.epoch.number)
         gone = {*lost, *(before.lost if before is not None else ())}
         left = {member.node for member in (*tenure.roll.staying(tenure.epoch), *self._spare)} - gone
-        began = before.began if before is not None else tenure.clock.now()
-        detect_s = max(before.detect_s if before is not None else 0.0, tenure.toll.took_to_detect(lost))
+        # A loss during a halt that had other reasons: until now nobody knew what was wrong.
+        known = before if before is not None and (before.lost or not lost) else None
+        began = known.began if known is not None else tenure.clock.now()
+        detect_s = max(known.detect_s if known is not None else 0.0, tenure.toll.took_to_detect(lost))
         committed = before.committed if before is not None else tenure.ledger.next_step
         self.halting = Halting(number, gone, left, began, detect_s, max(committed, tenure.ledger.next_step))
         for node in left:
@@ -332,6 +334,7 @@ class Turnover:
         self.recovering = None
         if recovering.lost or recovering.left:
             self.tenure.event("recovered", **msgspec.to_builtins(self.tenure.toll.recovered(recovering)))
+        self.tenure.toll.resumed()
 
 
 def whole(epoch: Epoch) -> dict[int, Standing]:

@@ -34,6 +34,8 @@ class Vigil:
         self._halted_at = 0.0
         self._reported: set[int] = set()
         self._given_up: set[int] = set()
+        self.condemned: set[int] = set()
+        """All that were ever told to go."""
 
     @property
     def times(self) -> Timeouts:
@@ -67,7 +69,9 @@ class Vigil:
         """The nodes that shall go: those given up since the last time, and those whose workers are silent for too
         long."""
         given_up, self._given_up = self._given_up, set()
-        return sorted(given_up.union(self.silent(now)))
+        found = given_up.union(self.silent(now))
+        self.condemned |= found
+        return sorted(found)
 
     def silent(self, now: float) -> list[int]:
         """The nodes whose workers owe a sign for too long: while others beat on, or answered a halt."""

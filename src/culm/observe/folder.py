@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import fsspec
+import msgspec
 
 from culm.errors import RunError, UsageError
 
@@ -99,9 +100,12 @@ class RunFolder:
         """A JSON file, whole or not at all. Raises RunError if that fails."""
         if self.out is None:
             return
-        text = json.dumps(plain(value), allow_nan=False, indent=None if name == "trace.json" else 2)
+        if name == "trace.json":  # too large for the encoder that writes in lines
+            data = msgspec.json.encode(value)
+        else:
+            data = json.dumps(plain(value), allow_nan=False, indent=2).encode()
         with self._explained(name):
-            self._storage.write(name, f"{text}\n".encode())
+            self._storage.write(name, data + b"\n")
 
     def sync(self) -> None:
         """Put the lines where they belong, if that is a URL. Raises RunError if that fails."""

@@ -21,9 +21,12 @@ from culm.providers.strike import Board, Striker
 from culm.runtime.clock import RealClock
 from culm.runtime.fingerprint import fingerprint
 from culm.runtime.worker import Worker
+from culm.transport.links import HANDSHAKE_S
 from culm.transport.sockets import SocketTransport
 
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
     from culm.job import Job
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -55,7 +58,7 @@ def _with_one_worker(job: Job, order: Start, born: Born, clock: RealClock) -> bo
     def child() -> None:
         ours.close()
         die_with(agent)
-        born(theirs.recv_bytes().decode())
+        _when_told(theirs, born)
 
     worker = fork(child)
     theirs.close()
@@ -68,6 +71,15 @@ def _with_one_worker(job: Job, order: Start, born: Born, clock: RealClock) -> bo
         return asyncio.run(_agent(job, order, start_worker, clock))
     finally:
         _kill(worker)
+
+
+def _when_told(pipe: Connection, born: Born) -> None:
+    """The worker's life, from when its agent says where it is; an agent may be killed before that."""
+    try:
+        address = pipe.recv_bytes().decode()
+    except (EOFError, OSError):
+        return
+    born(address)
 
 
 async def _agent(job: Job, order: Start, start_worker: StartWorker, clock: RealClock) -> bool:
@@ -108,7 +120,8 @@ def _run_worker(job: Job, order: Start, address: str, clock: RealClock) -> None:
 
 def _transport(order: Start, *, look_out: float = 0.0) -> SocketTransport:
     ports = range(order.ports[0], order.ports[1] + 1) if order.ports else None
-    return SocketTransport(secret=order.secret, host=order.host, ports=ports, look_out=look_out)
+    patience = max(HANDSHAKE_S, 2 * order.place.suspect_after)
+    return SocketTransport(secret=order.secret, host=order.host, ports=ports, look_out=look_out, unheard=patience)
 
 
 def _look_out(neighbours: int) -> float:

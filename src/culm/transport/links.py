@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import math
 import select
 import socket
 import threading
@@ -27,7 +28,10 @@ _BUFFER = 4 << 20
 """Room in the kernel for a few activations, so that a sender seldom needs the pump."""
 
 
-def tune(sock: socket.socket) -> None:
+def tune(sock: socket.socket, unheard_s: float = HANDSHAKE_S) -> None:
+    """`unheard_s`: what the other end has not confirmed after so long breaks the connection. The kernel would try on
+    for a quarter of an hour, at longer and longer intervals, and say nothing."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(1e3 * unheard_s))
     sock.settimeout(None)
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -53,19 +57,19 @@ class LinkOut:
         """Whether it broke, and it is time to try another one."""
         return self._broken and (not self._again or time.monotonic() - self._broke_at > _REDIAL_S)
 
-    def dial(self, secret: bytes, me: Address) -> None:
+    def dial(self, secret: bytes, me: Address, unheard_s: float = HANDSHAKE_S) -> None:
         with self._condition:
             if self._dialled:
                 return
             self._dialled = True
-        threading.Thread(target=self._connect, args=(secret, me), name="culm-dial", daemon=True).start()
+        threading.Thread(target=self._connect, args=(secret, me, unheard_s), name="culm-dial", daemon=True).start()
 
-    def _connect(self, secret: bytes, me: Address) -> None:
+    def _connect(self, secret: bytes, me: Address, unheard_s: float) -> None:
         host, _, port = self._to.rpartition(":")
         try:
             sock = socket.create_connection((host, int(port)), timeout=HANDSHAKE_S)
             wire.introduce(sock, secret, me)
-            tune(sock)
+            tune(sock, unheard_s)
         except (OSError, RunError, ValueError):
             self.fail()
             return

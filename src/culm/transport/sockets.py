@@ -35,10 +35,17 @@ class SocketTransport:
     """One endpoint: a listening socket, links out to those it sends to, links in from those it hears."""
 
     def __init__(
-        self, *, secret: bytes, host: str = "127.0.0.1", ports: range | None = None, look_out: float = 0.0
+        self,
+        *,
+        secret: bytes,
+        host: str = "127.0.0.1",
+        ports: range | None = None,
+        look_out: float = 0.0,
+        unheard: float = HANDSHAKE_S,
     ) -> None:
+        """`unheard`: seconds after which a connection is broken whose other end confirms nothing."""
         self._secret = secret
-        self._look_out_s = look_out
+        self._look_out_s, self._unheard_s = look_out, unheard
         self._closed = False
         self._loop = asyncio.get_running_loop()
         self._listener = _listen(host, ports)
@@ -111,7 +118,7 @@ class SocketTransport:
                 link = self._out.get(to)
                 if link is None or link.over:
                     link = self._out[to] = LinkOut(self._pump, to, self._lost, again=link is not None)
-            link.dial(self._secret, self.address)
+            link.dial(self._secret, self.address, self._unheard_s)
         return link
 
     def _accepted(self, sock: socket.socket) -> None:
