@@ -68,6 +68,17 @@ def test_who_leads_after_an_outage_hears_from_the_workers_what_was_committed_in_
     assert min(epochs[1]["open_steps"] or [epochs[1]["step"]]) >= 7, "what was committed in the outage stays so"
 
 
+@pytest.mark.parametrize("at", ["standing", "adopt"])
+def test_what_was_committed_in_an_outage_is_known_though_who_heard_of_it_is_lost_before_its_first_commit(
+    at: str, tmp_path: Path
+) -> None:
+    faults = Faults().outage(1, seconds=AWAY_S, step=2, nth=2).kill(0, at="0F1", step=8)
+    faults = faults.kill(1, at=at, nth={"standing": 1, "adopt": 2}[at])
+    run = through(faults, tmp_path, job(steps=STEPS, exact=True), schedule="zb")
+    assert run.summary["preemptions"] == 2
+    assert run.summary["samples_duplicated"] == 0
+
+
 def test_what_is_owed_is_what_no_record_knows_to_have_been_made_good() -> None:
     """A record of the workers is newer than that of the store, but does not know who was missed since."""
     toll = Toll(RealClock())

@@ -9,7 +9,7 @@ import pytest
 
 from culm.cluster.prepare import Request, prepare
 from culm.schedule import Plan
-from culm.testing import Faults, Survived, simulate, survives
+from culm.testing import Faults, Survived, reference, simulate, survives
 from culm.testing.chaos import job_of
 
 ACTION_S, LATENCY_S = 0.01, 0.0005
@@ -77,6 +77,22 @@ def test_a_shadow_inherits_where_there_is_one_pipeline(pace_s: float, strategy: 
     faults = [Faults().warn(node, seconds=pace_s, step=3, nth=9) for node in range(3)]
     for node, found in enumerate(survived(faults, pipelines=1, stages=3, strategy=strategy)):
         assert paid(found) == [([node], 0, "notice")]
+
+
+@pytest.mark.parametrize(
+    ("feature", "schedule", "node", "at"),
+    [("batch norm", "1f1b", 1, "1B3"), ("weighted loss", "gpipe", 2, "2B5"), ("dropout", "gpipe", 2, "2B5")],
+)
+def test_what_a_shadow_had_run_ahead_counts_once_where_it_inherits_the_sum_of_it(
+    feature: str, schedule: str, node: int, at: str
+) -> None:
+    """Statistics, losses and their weights ride along with a sum: its own forwards must not be added to them."""
+    described = replace(job_of((feature,), True, 8), steps=4)
+    ways: dict[str, Any] = {"pipelines": 1, "stages": 3, "schedule": schedule, "strategy": "shadow"}
+    faults = Faults().warn(node, seconds=0.1, at=at, step=2)
+    (found,) = survives(described, faults=faults, cost=cost, latency=LATENCY_S, **ways)
+    assert [source for _, _, source in paid(found)] == ["notice"]
+    assert found.run.losses == reference(described).losses
 
 
 def test_whoever_inherits_may_be_lost_in_its_turn(pace_s: float) -> None:

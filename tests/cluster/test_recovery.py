@@ -262,6 +262,15 @@ def test_tied_layers_batch_norm_and_clipping_survive_a_loss_at_any_moment(
     assert seen.run.summary["preemptions"] == 1
 
 
+@pytest.mark.parametrize("nth", [4, 7])
+def test_a_replica_that_stands_in_for_one_range_of_a_stage_need_not_have_run_the_others(survive: Eye, nth: int) -> None:
+    """Of the step that is the first, nobody has told it what the batch norms of the ranges that it never ran record."""
+    faults = Faults().kill(0, step=0, nth=nth)
+    ways: dict[str, Any] = {"stages": 2, "schedule": "interleaved", "strategy": "shadow-lazy", "pipelines": 3}
+    seen = survive(six(layers=(Normed,) * 8, global_batch=12), faults, **ways)
+    assert seen.recovered["source"] == "shadow"
+
+
 def test_clipping_clips_in_these_tests_and_tied_layers_stay_one() -> None:
     def moved(described: Job) -> Tensor:
         return torch.cat([p.reshape(-1) for p in reference(described).snapshot.parameters.values()])

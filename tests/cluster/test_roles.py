@@ -35,6 +35,16 @@ def test_two_holes_in_one_stage_are_spread_over_two(tmp_path: Path) -> None:
     assert len([event for event in events if event["kind"] == "lost"]) == 2
 
 
+def test_who_is_to_move_stays_where_it_is_if_nobody_else_has_its_stage_any_more(tmp_path: Path) -> None:
+    """The others of its stage are lost just when its copy of the other one is complete."""
+    described = job(steps=8, exact=True, global_batch=24)
+    faults = Faults().kill((1, 4), at="1B1", step=1).kill((5, 8), at="standing", nth=5)
+    run, events = hurt(described, faults, tmp_path, pipelines=3, stages=3, strategy="reroute")
+    epochs = [event.get("why", "") for event in events if event["kind"] == "epoch"]
+    assert "slot 2 to stage 1 will move" in epochs[1]
+    assert run.summary["preemptions"] == 4
+
+
 def test_a_stage_with_one_holder_left_gets_a_second_one_before_anything_else(tmp_path: Path) -> None:
     described = job(steps=6, exact=True)
     faults = Faults().kill(1, at="1B0", step=1).kill(3, at="1B2", step=4)

@@ -344,6 +344,16 @@ def test_evaluations_are_those_of_one_process(tmp_path: Path) -> None:
     assert list(found.summary["evaluations"]) == [1, 3]
 
 
+def test_an_evaluation_in_which_nothing_counts_is_none_in_a_run_as_in_one_process() -> None:
+    def loss(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        counts = target.abs().sum(1) > 0
+        return ((output - target) ** 2).sum(1)[counts].sum(), counts.sum()
+
+    learned = [(x, torch.ones_like(y)) for x, y in DATA]
+    described = job(data=learned, loss=loss, evaluate=DATA[:7], evaluate_every=2)
+    assert simulate(described, pipelines=2, stages=2).evaluations == reference(described).evaluations == {}
+
+
 def committed(out: Path | str) -> list[int]:
     return Catalog(Storage(f"{out}/checkpoints")).steps()
 

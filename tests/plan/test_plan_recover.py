@@ -40,7 +40,7 @@ def test_each_worker_can_run_its_list_with_what_it_has_and_what_it_is_sent_and_e
     for step, g in product(case.recovery.steps, range(case.plan.segments)):
         if (step, g) in complete:
             continue
-        runners = case.recovery.runners[step][g % case.plan.stages]
+        runners = case.recovery.runners[step][g]
         before = [case.left[slot].summed for slot in runners]
         added = Counter(c.micro for cells in (*before, *(workers[slot].summed for slot in runners)) for c in cells
                         if (c.step, c.segment) == (step, g))  # fmt: skip
@@ -54,20 +54,20 @@ def test_only_holders_run_anything_and_only_runners_add_to_sums(case: Regrouped)
         for task in case.recovery.tasks(slot) if row else ():
             stage = task.action.segment % case.plan.stages
             assert stage in case.left[slot].versions
-            assert task.again or slot in case.recovery.runners[task.step][stage]
+            assert task.again or slot in case.recovery.runners[task.step][task.action.segment]
 
 
 @given(cases())
 @settings(max_examples=100, deadline=None)
 def test_whose_sums_are_added_up_has_something_in_them(case: Regrouped) -> None:
-    for step, by_stage in case.recovery.runners.items():
-        for stage, adding in enumerate(by_stage):
-            assert set(adding) <= set(case.scene.runners[stage])
+    for step, by_segment in case.recovery.runners.items():
+        for g, adding in enumerate(by_segment):
+            assert set(adding) <= set(case.scene.runners[g % case.plan.stages])
             for slot in adding if len(adding) > 1 else ():
                 tasks = case.recovery.tasks(slot)
                 ran = [t.action.segment for t in tasks if t.step == step and t.action.kind in (Kind.W, Kind.B)]
                 before = [cell.segment for cell in case.left[slot].summed if cell.step == step]
-                assert stage in {g % case.plan.stages for g in (*ran, *before)}
+                assert g in (*ran, *before)
 
 
 @given(cases())
@@ -117,7 +117,7 @@ def test_whoever_lacks_a_sum_gets_it_from_the_group_a_giver_or_the_source_of_its
         if giver is not None:
             assert (step, g) in case.left[giver].sums
             continue
-        adding = recovery.runners[step][stage]
+        adding = recovery.runners[step][g]
         assert set(adding) <= set(lacking), "whoever adds up has not stepped yet"
         for slot in set(lacking) - set(case.scene.runners[stage]):
             assert replicas[slot, stage].source in case.scene.runners[stage]

@@ -149,13 +149,14 @@ def regroup(
     """The epoch in which the survivors, by slot, complete the open steps and then go on. Every stage has a holder.
 
     Workers in `moving` have a copy of another stage by now: they complete what is open where they were, and then leave
-    their own stage for that one. Who arrives gets a copy of a stage that misses a worker, to run it when level.
-    Who is leaving ends what it has begun, so far as its patience (in steps) allows, and hands over what it has; it
-    stays on only where others would lack a stage.
+    their own stage for that one, unless nobody else has it any more. Who arrives gets a copy of a stage that misses a
+    worker, to run it when level. Who is leaving ends what it has begun, so far as its patience (in steps) allows, and
+    hands over what it has; it stays on only where others would lack a stage.
     """
     standings = {**standings, **{slot: Standing() for slot in arrivals}}
     members = _members(old, standings, arrivals)
     world = replace(world_of(setup, standings, committed, old, plans), zones=_by_slot(members, zones))
+    moving = _movable(world, moving, leaving)
     going = _dispensable(_left(world, moving), leaving)
     world = _without(world, going, leaving)
     now = arrange_around(world)
@@ -278,6 +279,16 @@ def _left(world: World, moving: Collection[int]) -> World:
         slot: stage_set - {slot % stages} if slot in moving else stage_set for slot, stage_set in world.held.items()
     }
     return replace(world, held=held)
+
+
+def _movable(world: World, moving: Collection[int], leaving: Collection[int]) -> list[int]:
+    """Who of those that are to move can leave its own stage: one that stays has it, too."""
+    staying = _without(world, leaving, leaving)
+    found: list[int] = []
+    for slot in sorted(moving):
+        if orphaned(_left(staying, [*found, slot])) == orphaned(staying):
+            found.append(slot)
+    return found
 
 
 def _dispensable(world: World, leaving: Collection[int]) -> list[int]:

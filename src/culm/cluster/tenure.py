@@ -128,10 +128,12 @@ class Tenure:
         return True
 
     def learn(self, record: bytes) -> None:
-        """A worker may know of steps that were committed while the store was out of reach."""
+        """A worker may know of steps that were committed while the store was out of reach. It forgets them in the next
+        epoch, which is published when they are in the store."""
         found = decode_record(record)
         if found.next_step > self.ledger.next_step:
             self._remember(found)
+            self.minutes.give("record", self.record())
 
     def settle(self) -> None:
         """All have said what they know of what was committed before this node led: lines of other steps go."""

@@ -134,11 +134,9 @@ def parts(
     leaving: Collection[int],
 ) -> tuple[Part, ...]:
     """What those that leave have added up, or will have, of sums that are not complete: each goes to a runner."""
-    found = []
+    found: list[Part] = []
     for slot in sorted(set(leaving) & standings.keys()):
         mine = {(cell.step, cell.segment) for cell in standings[slot].summed}
         mine |= {(t.step, t.action.segment) for t in lists[slot] if t.action.kind in (Kind.W, Kind.B) and not t.again}
-        for step, g in sorted(mine - set(complete)):
-            by_stage = runners[step]
-            found.append((step, g, slot, by_stage[g % len(by_stage)][0]))
+        found += [(step, g, slot, runners[step][g][0]) for step, g in sorted(mine - set(complete))]
     return tuple(found)

@@ -37,7 +37,7 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
     versions: tuple[dict[int, int], ...] = ()
     """By slot that stays, by stage held: the step that its weights are for."""
     runners: dict[int, tuple[tuple[int, ...], ...]] = {}
-    """By step, by stage: the workers whose sums are added up."""
+    """By step, by segment: the workers whose sums are added up."""
     dropped: dict[int, tuple[int, ...]] = {}
     """By step: the micro-batches that are left out of it (strategy drop)."""
     redone: int = 0
@@ -206,24 +206,19 @@ def untainted(summed: Sequence[Cell], dropped: Mapping[int, Collection[int]]) ->
 def _adding(
     step: int, standings: Mapping[int, Standing], lists: Sequence[Sequence[Task]], scene: Scene
 ) -> tuple[tuple[int, ...], ...]:
-    """By stage: who has something to add to its sums. A runner that has nothing is given what comes out: it may never
+    """By segment: who has something to add to its sum. A runner that has nothing is given what comes out: it may never
     have run a forward there, and so not know what the layers record. If nobody has, the first stands for all."""
-    adds = {
-        (slot, cell.segment % scene.stages)
-        for slot, each in standings.items()
-        for cell in each.summed
-        if cell.step == step
-    }
+    adds = {(slot, cell.segment) for slot, each in standings.items() for cell in each.summed if cell.step == step}
     adds |= {
-        (slot, task.action.segment % scene.stages)
+        (slot, task.action.segment)
         for slot, row in enumerate(lists)
         for task in row
         if task.step == step and task.action.kind in (Kind.W, Kind.B) and not task.again
     }
     found = []
-    for stage in range(scene.stages):
-        adding = tuple(slot for slot in scene.runners[stage] if (slot, stage) in adds)
-        found.append(adding or (scene.runners[stage][0],))
+    for g in range(scene.segments):
+        runners = scene.runners[g % scene.stages]
+        found.append(tuple(slot for slot in runners if (slot, g) in adds) or (runners[0],))
     return tuple(found)
 
 

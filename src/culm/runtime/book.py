@@ -60,9 +60,12 @@ class Book:
         return rider
 
     def absorb(self, rider: Tensor) -> None:
-        """Another worker has given its sums, which are part of those here from now on: so are its rows."""
+        """Another worker has given its sums, which are part of those here from now on: so are its rows. A forward that
+        a shadow ran ahead here is none: whoever added the micro-batch has written it."""
         given, m = rider.clone(), len(self.counts)
-        self.counts = [mine + round(theirs) for mine, theirs in zip(self.counts, given[:m].tolist(), strict=True)]
+        theirs = [round(count) for count in given[:m].tolist()]
+        self.counts = [mine + other for mine, other in zip(self.counts, theirs, strict=True)]
+        self.outcomes = {micro: outcome for micro, outcome in self.outcomes.items() if not theirs[micro]}
         given[:m] = 0
         self._given.append(given)
 

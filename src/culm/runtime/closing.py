@@ -205,7 +205,7 @@ class Closing:
     def _runners(self, step: int, g: int) -> tuple[int, ...]:
         """Who adds to the sum of a segment in a step: in a recovery, those that ran it until then."""
         recovery = self.epoch.recovery
-        return recovery.runners[step][g % self.plan.stages] if step in recovery.steps else self.executor.runners(g)
+        return recovery.runners[step][g] if step in recovery.steps else self.executor.runners(g)
 
     def _speaks(self, step: int, g: int) -> bool:
         return self._runners(step, g)[0] == self.executor.slot

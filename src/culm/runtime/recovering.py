@@ -54,7 +54,7 @@ async def _complete(executor: Executor, closing: Closing, step: int, tasks: Sequ
     """One step: what is missing is run, sums that others have are taken, and layers that have not stepped do."""
     recovery, slot, desk = executor.epoch.recovery, executor.slot, executor.desk
     lacking = [h for h in desk.holdings.values() if h.version == step and h.stage in recovery.versions[slot]]
-    run = {g: s for h in lacking if slot in recovery.runners[step][h.stage] for g, s in h.segments.items()}
+    run = {g: s for h in lacking for g, s in h.segments.items() if slot in recovery.runners[step][g]}
     await _run(executor, step, tasks, run)
     for holding in lacking:
         for g in holding.segments:
@@ -68,7 +68,7 @@ async def _complete(executor: Executor, closing: Closing, step: int, tasks: Sequ
 
 async def _run(executor: Executor, step: int, tasks: Sequence[Task], segments: dict[int, Segment]) -> None:
     """Run the tasks of a step, and add up each segment as soon as it is complete here."""
-    recovery, summing, stages = executor.epoch.recovery, executor.summing, executor.plan.stages
+    recovery, summing = executor.epoch.recovery, executor.summing
     ops = _compiled(executor, step, tasks, segments)
     for g, segment in segments.items():
         executor.desk.book(step, g, segment)
@@ -76,12 +76,12 @@ async def _run(executor: Executor, step: int, tasks: Sequence[Task], segments: d
     due = [g for g in segments if recovery.giver(step, g) is None]
     for g in due:
         if g not in last:
-            await summing.start(step, g, recovery.runners[step][g % stages])
+            await summing.start(step, g, recovery.runners[step][g])
     for number, op in enumerate(ops):
         await executor.run(step, op)
         g = op.action.segment
         if g in due and last.get(g) == number:
-            await summing.start(step, g, recovery.runners[step][g % stages])
+            await summing.start(step, g, recovery.runners[step][g])
     await summing.ended(step, due)
 
 

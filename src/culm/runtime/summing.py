@@ -47,10 +47,8 @@ class Summing:
     async def join(self, segments: Iterable[int]) -> None:
         """Meet those that run the same segments: in the plan and, where they differ, in the recovery."""
         wanted = {(g, self.plan.holders_of(g)) for g in segments}
-        for by_stage in self.epoch.recovery.runners.values():
-            for stage, runners in enumerate(by_stage):
-                if self.slot in runners:
-                    wanted |= {(g, runners) for g in range(stage, self.plan.segments, self.plan.stages)}
+        for adding in self.epoch.recovery.runners.values():
+            wanted |= {(g, runners) for g, runners in enumerate(adding) if self.slot in runners}
         for g, runners in sorted(wanted):
             holders = [self.epoch.address(w) for w in runners]
             name = f"group {g} of {','.join(map(str, runners))}"

@@ -58,8 +58,9 @@ def reference(job: Job, *, dropped: Mapping[int, Collection[int]] = NOTHING) -> 
         trained = Trained()
         for step in range(job.steps):
             trained.losses.append(_step(job, state, step, dropped.get(step, ())))
-            if job.evaluate_every and (step + 1) % job.evaluate_every == 0:
-                trained.evaluations[step] = _evaluate(job, state)
+            evaluates = job.evaluate_every and (step + 1) % job.evaluate_every == 0
+            if evaluates and (found := _evaluate(job, state)) is not None:
+                trained.evaluations[step] = found
     finally:
         torch.set_num_threads(before)
     digests = state.digests(state.layers)
@@ -132,8 +133,8 @@ def _micro_batch(
     return loss.item(), 1.0 if weight is None else float(weight), moved
 
 
-def _evaluate(job: Job, state: State) -> float:
-    """The mean loss over the evaluation set, with every layer in evaluation mode."""
+def _evaluate(job: Job, state: State) -> float | None:
+    """The mean loss over the evaluation set, with every layer in evaluation mode; None where nothing in it counts."""
     loss_sum, weight_sum = 0.0, 0.0
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=job.precision == "bf16"):
         for micro in range(evaluation_batches(job)):
@@ -146,4 +147,4 @@ def _evaluate(job: Job, state: State) -> float:
             share, counts = evaluation_share(job, micro, loss, weight)
             loss_sum += share
             weight_sum += counts
-    return loss_sum / weight_sum
+    return loss_sum / weight_sum if weight_sum else None
