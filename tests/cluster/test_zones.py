@@ -70,7 +70,7 @@ def test_a_new_copy_is_made_in_another_zone() -> None:
 
 
 def test_where_one_zone_has_all_holders_of_a_stage_somebody_elsewhere_with_room_gets_a_copy() -> None:
-    """Two stages have both of their holders in zone a. The one worker of zone b takes the first: it has no more room."""
+    """Two stages have both of their holders in zone a. The worker of zone b takes one: it has room for no more."""
     full = generate("1f1b", pipelines=1, stages=3, micro_batches=6)
     held = {0: frozenset({0, 1}), 1: frozenset({0, 1}), 2: frozenset({2})}
 

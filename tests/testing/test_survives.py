@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,12 @@ def run() -> Simulated:
 
 def changed(run: Simulated, **summary: Any) -> Simulated:
     return Simulated({**run.summary, **summary}, run.losses, run.snapshot.copy())
+
+
+def test_a_loss_on_the_way_that_is_not_the_same_is_named(run: Simulated) -> None:
+    off = Simulated(run.summary, run.losses, run.snapshot.copy(), told=((0, run.losses[0]), (1, 7.5)))
+    exact = dataclasses.replace(job(), exact=True)
+    assert list(differences(exact, off, run)) == [f"the loss of step 1 is 7.5, not {run.losses[1]}"]
 
 
 def test_the_same_is_the_same(run: Simulated) -> None:

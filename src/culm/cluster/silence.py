@@ -78,6 +78,8 @@ class Silence:
             why = f"{self._vain} epochs brought no step, and it misses others: its connections are not to be had back"
             self.tenure.event("given_up", node=node, why=why)
             self.tenure.vigil.give_up(node)
+            self._vain = 0  # what is left may do
+            self._complaints.clear()
         self.turnover.halt()
 
     def _recount(self) -> None:

@@ -43,6 +43,9 @@ class Simulated:
     history: History = field(default_factory=History)
     strikes: tuple[Strike, ...] = ()
     """The faults whose moment came, and when."""
+    told: tuple[tuple[int, float | None], ...] = ()
+    """(step, loss) as the store heard of it: a step that was made again is there twice, one that was committed while
+    the store was away not at all."""
 
     def missed(self, faults: Faults) -> list[str]:
         """The faults of a schedule whose moment never came."""
@@ -190,9 +193,11 @@ class Cluster:
         result = decode_result(self.store.read("result") or encode(_NO_RESULT))
         if result.summary is None:
             raise result.failure()
-        losses = [msgspec.msgpack.decode(steps.get_nowait().value or b"")["loss"] for _ in range(steps.qsize())]
+        heard = [msgspec.msgpack.decode(steps.get_nowait().value or b"") for _ in range(steps.qsize())]
+        told = tuple((step["step"], step["loss"]) for step in heard)
+        losses = [loss for _, loss in told]
         strikes = tuple(self.fate.strikes)
-        return Simulated(result.summary, losses, self._snapshot(), result_at[0], self.history, strikes)
+        return Simulated(result.summary, losses, self._snapshot(), result_at[0], self.history, strikes, told)
 
     def add(self) -> int:
         """A node comes, with the next number, and joins the run if there is room for it."""

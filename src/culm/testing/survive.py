@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -121,8 +122,16 @@ def differences(job: Job, run: Simulated, truth: Simulated | Trained) -> Iterato
         yield f"the state is not the same to the last bit: {apart or 'its digest differs'}"
     if truth.losses and summary["final_loss"] != truth.losses[-1]:
         yield f"the final loss is {summary['final_loss']}, not {truth.losses[-1]}"
+    for step, loss in run.told:
+        if step < len(truth.losses) and not _equal(loss, truth.losses[step]):
+            yield f"the loss of step {step} is {loss}, not {truth.losses[step]}"
     if run.evaluations != truth.evaluations:
         yield f"the evaluations are {run.evaluations}, not {truth.evaluations}"
+
+
+def _equal(one: float | None, other: float | None) -> bool:
+    """What is no number is equal to what is none."""
+    return one == other or (one is not None and other is not None and math.isnan(one) and math.isnan(other))
 
 
 def _first_apart(found: Snapshot, wanted: Snapshot, tolerance: float) -> str:
