@@ -51,9 +51,13 @@ class Lab:
         _ip("ip", "-n", _space("switch"), "link", "set", self._port(host), "up")
 
     def slow(self, host: str, ms: int) -> None:
-        """Packets to a host take longer. NoLab where the kernel has no netem."""
-        where = ["tc", "-n", _space("switch"), "qdisc", "replace", "dev", self._port(host)]
-        _ip(*where, "root", "netem", "delay", f"{ms}ms")
+        """Packets to a host take longer or, where the kernel has no netem, wait before a narrow link: 1 Mbit/s for 100
+        ms. NoLab where it has neither."""
+        where = ["tc", "-n", _space("switch"), "qdisc", "replace", "dev", self._port(host), "root"]
+        try:
+            _ip(*where, "netem", "delay", f"{ms}ms")
+        except NoLab:
+            _ip(*where, "tbf", "rate", f"{100_000 // ms}kbit", "burst", "1600", "latency", "5s")
 
     def _port(self, host: str) -> str:
         return f"port{self._number[host]}"
