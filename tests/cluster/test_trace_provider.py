@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import pytest
 from hypothesis import given, settings
@@ -17,10 +18,15 @@ from culm.cluster.setup import Request
 from culm.errors import UsageError
 from culm.market import Event, Trace, read_trace
 from culm.providers.local import LocalNursery
-from culm.providers.rental import Market, rent
-from culm.testing import reference
+from culm.providers.rental import Market, Rental, rent
+from culm.providers.trace import replay
+from culm.testing import reference, run_virtual
+from culm.testing.loop import VirtualClock
 
 from .jobs import Nap, job
+
+if TYPE_CHECKING:
+    from culm.providers.run import LocalRun
 
 STEPS = 40
 P3 = Path(__file__).parents[2] / "../shared/traces/bamboo/p3-trace.csv"
@@ -68,6 +74,30 @@ def test_the_share_of_the_nodes_is_the_mean_over_time() -> None:
 def test_a_market_that_never_has_enough_nodes_is_refused_with_the_number_that_it_has() -> None:
     with pytest.raises(UsageError, match="trace never has 3 nodes at once: use --nodes 2"):
         rent(market((0, "+", "a"), (1, "+", "b")), 3)
+
+
+class Recorded:
+    """Nodes that are only written down: when which came, and went with how much notice."""
+
+    def __init__(self) -> None:
+        self.nodes, self.seen, self.clock = self, list[str](), VirtualClock()
+
+    async def begun(self) -> None:
+        pass
+
+    async def start(self, zones: list[str]) -> tuple[int]:
+        self.seen.append(f"{self.clock.now():g} +")
+        return (9,)
+
+    def stop(self, node: int, notice_s: float) -> None:
+        self.seen.append(f"{self.clock.now():g} -{node} in {notice_s:g}")
+
+
+def test_a_notice_comes_in_time_whoever_comes_meanwhile_and_not_before_its_node() -> None:
+    first, run = (Event(0, "add", "a"), Event(0, "add", "b")), Recorded()
+    moves = (Event(5, "remove", "a"), Event(100, "add", "c"), Event(115, "remove", "c"), Event(120, "remove", "b"))
+    run_virtual(replay(Rental(first, moves, 0.0, 30.0), cast("LocalRun", run), run.clock))
+    assert run.seen == ["0 -0 in 5", "90 -1 in 30", "100 +", "100 -9 in 15"]
 
 
 @pytest.mark.parametrize(("option", "fields"), [("--speedup", {"speedup": 0.0}), ("--notice", {"notice_s": -1.0})])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from culm.market import Event
     from culm.providers.rental import Rental
     from culm.providers.run import LocalRun
     from culm.runtime.clock import Clock
@@ -21,13 +22,26 @@ async def replay(rental: Rental, run: LocalRun, clock: Clock) -> None:
     numbers = {event.node: number for number, event in enumerate(rental.first)}
     await run.begun()
     began = clock.now()
-    for move in rental.moves:
-        early = rental.notice_s if move.kind == "remove" else 0.0
-        await clock.sleep(max(0.0, began + move.t - early - clock.now()))
+    for at, seconds, move in _orders(rental):
+        await clock.sleep(max(0.0, began + at - clock.now()))
         if move.kind == "remove":
-            run.nodes.stop(numbers.pop(move.node), rental.notice_s)
+            run.nodes.stop(numbers.pop(move.node), seconds)
         else:
             (numbers[move.node],) = await run.nodes.start(zones=[move.zone])
+
+
+def _orders(rental: Rental) -> list[tuple[float, float, Event]]:
+    """(when, with how many seconds of notice, what): a node has its notice ahead of its removal, whatever else happens
+    meanwhile, but not before it has come."""
+    came: dict[str, float] = {}
+    found = []
+    for move in rental.moves:
+        if move.kind == "remove":
+            at = max(move.t - rental.notice_s, came.get(move.node, 0.0))
+        else:
+            at = came[move.node] = move.t
+        found.append((at, move.t - at, move))
+    return sorted(found, key=lambda order: order[0])
 
 
 def beside_ideal(rental: Rental, run: LocalRun, summary: Mapping[str, Any]) -> dict[str, float | None]:
