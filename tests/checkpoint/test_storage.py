@@ -10,6 +10,7 @@ import fsspec
 import pytest
 
 from culm.checkpoint import Storage
+from culm.checkpoint import storage as storage_module
 from culm.errors import CheckpointError
 
 from .states import files
@@ -104,6 +105,25 @@ def test_a_file_is_durable_before_it_takes_its_place_and_its_name_after(
         monkeypatch.setattr(os, name, noted(name))
     Storage(tmp_path).write("x", b"1")
     assert done == ["write", "fsync", "replace", "fsync"]
+
+
+def test_a_folder_that_is_deleted_while_a_file_is_written_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process clears a checkpoint away that was given up."""
+    write = storage_module._write_through
+    deleted: list[Path] = []
+
+    def too_late(path: Path, data: memoryview) -> None:
+        if not deleted:
+            path.parent.rmdir()
+            deleted.append(path.parent)
+        write(path, data)
+
+    monkeypatch.setattr(storage_module, "_write_through", too_late)
+    Storage(tmp_path).write("step/part", b"late")
+    assert deleted
+    assert [file.name for file in (tmp_path / "step").iterdir()] == ["part"]
 
 
 @pytest.mark.parametrize("call", ["write", "fsync", "replace"])

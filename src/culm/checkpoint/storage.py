@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _PIECE = 1 << 24
+_TRIES = 3
 
 
 class Storage:
@@ -145,18 +146,30 @@ def _cause(error: Exception) -> str:
 
 
 def _replace(path: Path, data: memoryview) -> None:
-    """Write the file beside its place, make it durable, then move it there in one step."""
-    _make_folder(path.parent)
+    """Write the file beside its place, make it durable, then move it there in one step. A folder that is deleted
+    meanwhile is made again: a late part of a checkpoint that was given up is no reason to end a run."""
+    for left in reversed(range(_TRIES)):
+        _make_folder(path.parent)
+        try:
+            _put(path, data)
+        except FileNotFoundError:
+            if not left:
+                raise
+        else:
+            return
+
+
+def _put(path: Path, data: memoryview) -> None:
     # The suffix keeps it out of sight of readers that take every *.safetensors in the folder.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         _write_through(temporary, data)
         temporary.replace(path)
+        _sync_folder(path.parent)
     except BaseException:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
-    _sync_folder(path.parent)
 
 
 def _write_through(path: Path, data: memoryview) -> None:
