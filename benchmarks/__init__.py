@@ -8,7 +8,7 @@ paired    alternating rounds, the median ratio and its interval
 overhead  what torch's schedule runtime costs when there is nothing to compute
 planner   `culm bench planner`: how good plans are, and how long planning takes
 optima    random cases with proved optima
-pipeline  `culm bench pipeline`: the rows, the JSON, the table
+pipeline  `culm bench pipeline`: the rows, the JSON, the table; apart: rows side by side, on cores of their own
 resilience  `culm bench resilience`: what each strategy costs, put together from
   resilience_plan      how long it looks, and at what       resilience_result    its JSON and its table
   resilience_losses    goodput under the same losses, and the tuned checkpoint baseline

@@ -17,13 +17,12 @@ def main() -> None:
     parser.add_argument("--stages", default="2,4,8")
     parser.add_argument("--schedules", default="gpipe,1f1b,zb")
     given = parser.parse_args()
-    with CulmPool() as culm:
+    with CulmPool() as pool:
         result = pipeline.run(
-            culm=culm,
             quick=given.quick,
             stages=[int(s) for s in given.stages.split(",")],
             schedules=given.schedules.split(","),
-            probes=probes(culm, quick=given.quick),
+            probes=probes(pool, quick=given.quick),
             progress=lambda line: print(line, file=sys.stderr, flush=True),
         )
     print(json.dumps(result))

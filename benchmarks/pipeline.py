@@ -1,23 +1,29 @@
 """`culm bench pipeline`: culm beside torch.distributed.pipelining, the same jobs in alternating rounds.
 
 Both sides are factories, so that anything with `round` and `close` can be measured. Each row starts both sides, lets
-them take turns, and ends them; whatever is idle waits in a blocking read.
+them take turns, and ends them; whatever is idle waits in a blocking read. On a machine with enough cores several rows
+are measured at a time, each on cores of its own.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any, NotRequired, Protocol, TypeAlias, TypedDict
 
 from rich.table import Table
 
+from benchmarks.apart import Work, apart
 from benchmarks.job import LARGE, SMALL, Cut, GPTSpec, even_cut
+from benchmarks.ours import CulmPool
 from benchmarks.paired import Comparison, Side, compare, paired, steps_for
 from benchmarks.peer import TorchPool, stages_per_worker
+from benchmarks.pinned import places
 from benchmarks.ranks import Unavailable
 from culm.errors import UsageError
 
@@ -47,6 +53,7 @@ class Row(TypedDict):
     ratio: float | None
     ci: list[float] | None
     rounds: int
+    cores: int
     unavailable: NotRequired[str]
 
 
@@ -93,7 +100,7 @@ QUICK = Effort(jobs=(SMALL,), rounds=6, starts=2, round_s=0.3)
 
 def run(
     *,
-    culm: Factory,
+    culm: Factory | None = None,
     torch: Factory | None = None,
     quick: bool = False,
     stages: Sequence[int] = (2, 4, 8),
@@ -101,17 +108,39 @@ def run(
     probes: Mapping[str, Probe] | None = None,
     progress: Callable[[str], object] = lambda _: None,
 ) -> Result:
-    """Measure every job under every schedule and depth; `progress` gets a line for each row.
+    """Measure every job under every schedule and depth; `progress` gets a line for each row. Factories that are given
+    are used in this process, a row after the other; without them rows have processes and cores of their own.
 
     Raises what a side raises: UsageError before anything was started, RunError when a process of a side died.
     """
     effort = QUICK if quick else FULL
     planned = cases(effort.jobs, stages, schedules)
     progress(setting(cores(), max(stages)))
-    with ExitStack() as stack:
-        peer = torch or stack.enter_context(TorchPool())
-        rows = [_announced(row(case, culm=culm, torch=peer, effort=effort), progress) for case in planned]
+    told = partial(_announce, progress)
+    if culm is not None and torch is not None:
+        rows = [_told(row(case, culm=culm, torch=torch, effort=effort), told) for case in planned]
+    else:
+        rows = _side_by_side(planned, effort, told)
     return result(rows, workers=max(stages), probes=probes or {})
+
+
+def _side_by_side(planned: Sequence[Case], effort: Effort, told: Callable[[Row], object]) -> list[Row]:
+    """Rows in their order. Those that need the most cores begin, and of them the longest: small ones fill the gaps."""
+    order = sorted(range(len(planned)), key=lambda number: (-planned[number].stages, number))
+    works = [Work(cores_for(planned[number].stages), partial(_own_row, planned[number], effort)) for number in order]
+    found = dict(zip(order, apart(works, places(), told), strict=True))
+    return [found[number] for number in range(len(planned))]
+
+
+def cores_for(workers: int) -> int:
+    """Cores that a row has to itself: one a worker, and for four workers one more, where agents, Gloo's threads and the
+    bench find room."""
+    return workers + math.ceil(workers / 4)
+
+
+def _own_row(case: Case, effort: Effort) -> Row:
+    with CulmPool() as culm, TorchPool() as torch:
+        return row(case, culm=culm, torch=torch, effort=effort)
 
 
 def cases(jobs: Sequence[GPTSpec], stages: Sequence[int], schedules: Sequence[str]) -> list[Case]:
@@ -182,20 +211,20 @@ def table(result: Result) -> Table:
     made = Table(title="seconds per step", caption=setting(result["cores"], result["workers"]))
     made.add_column("job")
     made.add_column("schedule")
-    for name in ("stages", "micro-batches", "culm", "torch", "torch / culm", "95 %", "rounds"):
+    for name in ("stages", "micro-batches", "culm", "torch", "torch / culm", "95 %", "rounds", "cores"):
         made.add_column(name, justify="right")
     for row in result["rows"]:
         made.add_row(*_cells(row))
     if result["ratio_median"] is not None:
         made.add_section()
-        made.add_row("median", "", "", "", "", "", f"{result['ratio_median']:.3f}", "", "")
+        made.add_row("median", "", "", "", "", "", f"{result['ratio_median']:.3f}", "", "", "")
     return made
 
 
 def _cells(row: Row) -> list[str]:
     head = [row["job"], row["schedule"], str(row["stages"]), str(row["micro_batches"])]
     figures = [_number(row["culm"], 4), _number(row["torch"], 4), _number(row["ratio"], 3)]
-    return [*head, *figures, _span(row), str(row["rounds"])]
+    return [*head, *figures, _span(row), str(row["rounds"]), str(row["cores"])]
 
 
 def _number(value: float | None, digits: int) -> str:
@@ -208,11 +237,15 @@ def _span(row: Row) -> str:
     return "{:.3f} to {:.3f}".format(*row["ci"])
 
 
-def _announced(row: Row, progress: Callable[[str], object]) -> Row:
+def _told(row: Row, told: Callable[[Row], object]) -> Row:
+    told(row)
+    return row
+
+
+def _announce(progress: Callable[[str], object], row: Row) -> None:
     what = f"{row['job']} {row['schedule']}, {row['stages']} stages"
     ratio = row["ratio"]
     progress(f"{what}: {_span(row)}" if ratio is None else f"{what}: torch / culm {ratio:.3f} ({_span(row)})")
-    return row
 
 
 def _case(spec: GPTSpec, schedule: str, depth: int) -> Case:
@@ -231,4 +264,5 @@ def _row(case: Case, found: Comparison | None) -> Row:
         ratio=found.ratio_median if found else None,
         ci=list(found.ci) if found else None,
         rounds=len(found.ratios) if found else 0,
+        cores=cores(),
     )

@@ -67,7 +67,7 @@ def test_a_row_holds_seconds_per_step_and_the_ratio_of_torch_to_culm() -> None:
 def test_the_result_is_the_json_that_was_promised() -> None:
     found = json.loads(json.dumps(quick(Fake(0.1), Fake(0.15), stages=[2, 4], schedules=["gpipe"])))
     assert found.keys() >= {"rows", "ratio_median", "exact_cost", "us_per_action", "cores", "workers"}
-    names = {"job", "schedule", "stages", "micro_batches", "culm", "torch", "ratio", "ci", "rounds"}
+    names = {"job", "schedule", "stages", "micro_batches", "culm", "torch", "ratio", "ci", "rounds", "cores"}
     assert all(row.keys() == names for row in found["rows"])
     assert found["ratio_median"] == pytest.approx(1.5)
     assert (found["workers"], found["cores"]) == (4, cores())

@@ -62,7 +62,7 @@ def _pipeline(quick: bool) -> tuple[Any, Any]:
     from benchmarks import pipeline
 
     with CulmPool() as pool:
-        result = pipeline.run(culm=pool, quick=quick, probes=probes(pool, quick=quick), progress=_progress)
+        result = pipeline.run(quick=quick, probes=probes(pool, quick=quick), progress=_progress)
     return result, pipeline.table(result)
 
 
