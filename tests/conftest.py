@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,12 +15,40 @@ from culm.providers.local import LocalNursery
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tests.preloaded import Start
+
+ROOT = str(Path(__file__).parents[1])
+if ROOT not in sys.path:  # of what tests share, and of the benchmarks, which are no part of the installed package
+    sys.path.insert(0, ROOT)
+
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[LocalNursery]:
+def zygote() -> Iterator[Start]:
+    """One process that all programs are forked from which need not be started anew."""
+    from tests import preloaded
+
+    with preloaded.zygote() as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def forked(zygote: Start) -> Iterator[None]:
+    """Programs of culm that a module's tests start are forked out of a process which has imported all they need."""
+    from tests import preloaded
+
+    with preloaded.forking(zygote):
+        yield
+
+
+@pytest.fixture(scope="session")
+def nursery(zygote: Start) -> Iterator[LocalNursery]:
     """One process with torch imported that real nodes come out of; tests that use it are marked `real`."""
-    with LocalNursery() as found:
-        yield found
+    from tests import preloaded
+
+    with preloaded.forking(zygote):
+        made = LocalNursery()
+    with made:
+        yield made
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ STEPS = 3
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
+def ranks(forked: None) -> Iterator[Ranks]:
     with Ranks(2) as started:
         yield started
 
@@ -59,6 +59,7 @@ def plain_loop() -> tuple[list[float], dict[str, Tensor]]:
     return history, {name: p.detach() for name, p in model.named_parameters()}
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.real
 @pytest.mark.parametrize("schedule", STAGES_PER_WORKER)
 def test_the_peer_trains_what_a_plain_loop_trains(
@@ -73,6 +74,7 @@ def test_the_peer_trains_what_a_plain_loop_trains(
         torch.testing.assert_close(pipeline.weights(), weights, rtol=0, atol=1e-6)
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.real
 def test_a_schedule_that_torch_refuses_is_unavailable_and_the_ranks_stay_good(ranks: Ranks) -> None:
     odd = GPTSpec(name="odd", width=16, tokens=8, blocks=4, heads=2, vocab=32, micro_batch=2, micro_batches=5)
@@ -82,6 +84,7 @@ def test_a_schedule_that_torch_refuses_is_unavailable_and_the_ranks_stay_good(ra
         assert pipeline.round(1) > 0
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.real
 def test_a_killed_rank_is_reported_and_takes_the_others_along() -> None:
     with TorchPool() as pool, pool(SPEC, even_cut(LAYERS, 2), "gpipe") as pipeline:
@@ -94,6 +97,7 @@ def test_a_killed_rank_is_reported_and_takes_the_others_along() -> None:
             pipeline.round(1)
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.real
 def test_closing_ends_the_processes_before_it_returns() -> None:
     with TorchPool() as pool:
@@ -121,6 +125,7 @@ with Ranks(1) as ranks:
 """
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.real
 def test_ranks_end_with_their_parent_whether_it_is_interrupted_or_killed() -> None:
     parents = {number: _parent() for number in (signal.SIGINT, signal.SIGKILL)}
@@ -144,6 +149,7 @@ def _parent() -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.real
 def test_an_action_of_the_empty_pipeline_costs_time() -> None:
     found = torch_us_per_action(1, "1f1b", micro_batches=4, steps=2, rounds=1)

@@ -227,11 +227,12 @@ def test_the_json_has_the_names_that_were_promised() -> None:
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Any:
+def nursery(forked: None) -> Any:
     with LocalNursery() as made:
         yield made
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.real
 def test_under_the_same_losses_none_is_lost_and_reroute_goes_on(nursery: LocalNursery) -> None:
     calm = undisturbed(SCENE, nursery)
@@ -243,6 +244,7 @@ def test_under_the_same_losses_none_is_lost_and_reroute_goes_on(nursery: LocalNu
     assert (ran.summary["samples_lost"], ran.summary["samples_duplicated"]) == (0, 0)
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.real
 def test_a_checkpoint_on_slow_storage_is_gone_back_to(nursery: LocalNursery, tmp_path: Path) -> None:
     scene = replace(SCENE, loss_every=2.0 * SCENE.steps)  # a busy machine has to write one between two losses
@@ -261,6 +263,7 @@ def test_a_checkpoint_on_slow_storage_is_gone_back_to(nursery: LocalNursery, tmp
     assert list(tmp_path.glob("checkpoints/*"))
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.real
 def test_nodes_that_really_compute_know_slow_storage_too(nursery: LocalNursery, tmp_path: Path) -> None:
     work = Computed(stages=2, micro_batches=2, steps=2, spec=replace(SPEC, width=16, tokens=8))
@@ -275,6 +278,7 @@ def test_nodes_that_really_compute_know_slow_storage_too(nursery: LocalNursery, 
     assert list(tmp_path.glob("checkpoints/*"))
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.real
 def test_a_struck_node_is_detected_and_its_pause_has_a_bound(nursery: LocalNursery) -> None:
     assert all(ms > 0 for ms in detected(nursery, 2))

@@ -73,7 +73,7 @@ class Training:
 
     def wait_for_steps(self) -> None:
         assert self.line("step ")
-        (self.nursery,) = [pid for pid in children(self.process.pid) if "culm.providers.nursery" in _command(pid)]
+        (self.nursery,) = [pid for pid in children(self.process.pid) if "etcd" not in _command(pid)]
         self.everyone = [self.process.pid, *below(self.process.pid)]
 
     @property

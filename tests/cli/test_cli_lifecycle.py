@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from .command import CULM, JOBS, LIMIT_S, Training, alive, below, children, one_sentence
+from .command import Training, children, one_sentence
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.usefixtures("forked")]
 
 Start = Callable[..., Training]
 
@@ -34,19 +33,6 @@ def test_a_request_to_terminate_ends_everything_and_says_how_to_go_on(training: 
     assert code == 143
     assert f"steps are saved: continue with --resume {tmp_path / 'a'}" in one_sentence(said)
     assert run.left() == []
-
-
-def test_an_interrupt_before_the_nodes_are_up_ends_everything() -> None:
-    process = subprocess.Popen([CULM, "run", JOBS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "importing torch and the job\n"
-    while not (started := children(process.pid)):
-        assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 130
-    assert "interrupted" in one_sentence(said)
-    assert not [pid for pid in started if alive(pid) or below(pid)]
 
 
 @pytest.mark.parametrize("victim", [0, 1], ids=["node 0", "node 1"])

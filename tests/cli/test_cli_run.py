@@ -17,11 +17,11 @@ from culm.cli import main
 
 from .command import CULM, JOBS, LIMIT_S, culm, one_sentence
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.usefixtures("forked")]
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+def finished(forked: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """A run with checkpoints of steps 2, 4 and 6, and what the command printed."""
     folder = tmp_path_factory.mktemp("runs") / "a"
     ended = culm(

@@ -92,6 +92,7 @@ def test_a_package_that_can_not_be_imported_is_said_in_one_sentence(tmp_path: Pa
         load(reference)
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.real
 def test_a_job_in_a_package_runs_on_real_nodes(tmp_path: Path) -> None:
     ended = culm("run", package(tmp_path, "inner", "..layers"), "--stages", "2", "--quiet", "--json")

@@ -22,7 +22,7 @@ from culm.testing import reference
 
 from .jobs import WIDTH, job
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.usefixtures("forked")]
 PATIENCE_S = 120.0
 STEPS = 12
 

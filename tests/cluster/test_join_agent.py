@@ -27,7 +27,7 @@ from culm.testing import reference
 
 from .etcds import etcd_with
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.usefixtures("forked")]
 PATIENCE_S = 180.0
 SECRET = b"a secret of the test"
 JOB = """
@@ -55,7 +55,7 @@ def job():
 
 
 @pytest.fixture(scope="module")
-def elsewhere() -> Iterator[LocalNursery]:
+def elsewhere(forked: None) -> Iterator[LocalNursery]:
     """The nursery of another machine."""
     with LocalNursery() as made:
         yield made

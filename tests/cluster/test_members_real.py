@@ -19,13 +19,13 @@ from culm.testing import reference
 
 from .jobs import Nap, job
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.usefixtures("forked")]
 PATIENCE_S = 180.0
 ENDLESS = 10**6
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[LocalNursery]:
+def nursery(forked: None) -> Iterator[LocalNursery]:
     """One of its own, since its etcd is killed."""
     with LocalNursery() as made:
         yield made

@@ -21,12 +21,12 @@ from culm.testing import reference
 
 from .jobs import job
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.usefixtures("forked")]
 PATIENCE_S = 60.0
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[LocalNursery]:
+def nursery(forked: None) -> Iterator[LocalNursery]:
     with LocalNursery() as made:
         yield made
 

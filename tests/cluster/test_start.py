@@ -62,6 +62,7 @@ def test_a_loss_in_the_first_step_is_made_good_as_in_any_other(at: str, strategy
     assert [each["source"] for each in run.summary["recoveries"]] == [source]
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.real
 @pytest.mark.parametrize("moment", ["at once", "leads", "is up"])
 def test_a_real_node_may_be_killed_while_the_run_starts(moment: str) -> None:

@@ -29,6 +29,7 @@ def culm(*words: str) -> int:
     return int(ended.value.code or 0)
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.real
 def test_json_is_alone_on_stdout_and_the_folder_holds_what_is_promised(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -51,6 +52,7 @@ def test_json_is_alone_on_stdout_and_the_folder_holds_what_is_promised(
     assert "<svg" in (out / "report.html").read_text()
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.real
 def test_the_table_says_accuracy_cost_and_that_everything_counted_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert culm("--graph", SMALL, "--epochs", "4", "--servers", "2", "--workers", "1") == 0
@@ -112,6 +114,7 @@ def test_a_page_escapes_what_it_shows_and_needs_no_points() -> None:
     assert "<svg" not in made
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.real
 @pytest.mark.parametrize(
     ("number", "under"),

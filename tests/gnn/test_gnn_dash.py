@@ -122,6 +122,7 @@ class Reader:
         self._thread.join()
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.real
 def test_a_run_is_shown_while_it_goes_and_its_report_is_there_from_the_start(tmp_path: Path) -> None:
     graph, reader = small_graph(), Reader()

@@ -35,7 +35,7 @@ def run(**options: Any) -> Result:
 
 
 @pytest.fixture(scope="module")
-def calm() -> Result:
+def calm(forked: None) -> Result:
     return run()
 
 
@@ -59,6 +59,7 @@ class Pause:
             os.close(descriptor)
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.real
 @pytest.mark.parametrize("seat", ["graph-1", "parameter-0"])
 def test_a_server_that_hangs_is_replaced_and_fenced_when_it_wakes_up(seat: str, calm: Result, tmp_path: Path) -> None:
@@ -72,6 +73,7 @@ def test_a_server_that_hangs_is_replaced_and_fenced_when_it_wakes_up(seat: str, 
     assert nobody_left(tmp_path / "run")
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.real
 def test_servers_meet_in_an_etcd_of_ones_own_and_leave_nothing_there(calm: Result, tmp_path: Path) -> None:
     seen: list[str] = []
@@ -99,6 +101,7 @@ def _elsewhere(look: Callable[[Access], Coroutine[Any, Any, list[str]]], access:
         return thread.submit(lambda: asyncio.run(look(access))).result()
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.real
 def test_without_an_etcd_the_store_lives_in_the_process_and_that_is_said(
     calm: Result, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -114,6 +117,7 @@ def test_without_an_etcd_the_store_lives_in_the_process_and_that_is_said(
     assert any("a server that hangs is not noticed" in sentence for sentence in said)
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.real
 def test_a_server_reads_what_the_leader_wrote_and_is_gone_when_it_leaves() -> None:
     async def both() -> list[bytes | None]:
@@ -127,6 +131,7 @@ def test_a_server_reads_what_the_leader_wrote_and_is_gone_when_it_leaves() -> No
     assert asyncio.run(both()) == [b"words", b"1", None]
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.real
 def test_the_end_of_a_process_is_seen_whether_it_is_watched_before_or_after() -> None:
     async def watch() -> int:
@@ -160,6 +165,7 @@ def test_the_password_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch
     assert access_of("http://here", user="me") == Access(endpoints=("http://here:2379",), user="me", password="word")
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.real
 def test_a_private_etcd_that_dies_is_started_again_and_nothing_is_learned_differently(
     monkeypatch: pytest.MonkeyPatch, calm: Result
@@ -175,6 +181,7 @@ def test_a_private_etcd_that_dies_is_started_again_and_nothing_is_learned_differ
     assert result.losses == calm.losses
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.real
 def test_a_private_etcd_that_hangs_is_replaced_and_nothing_is_learned_differently(
     monkeypatch: pytest.MonkeyPatch, calm: Result, tmp_path: Path
@@ -195,6 +202,7 @@ def test_a_private_etcd_that_hangs_is_replaced_and_nothing_is_learned_differentl
     assert nobody_left(tmp_path / "run")
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.real
 def test_a_private_etcd_that_hangs_again_at_once_ends_the_run_with_a_sentence(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path

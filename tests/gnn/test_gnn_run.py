@@ -34,6 +34,7 @@ def reference(model: Model) -> list[float]:
     return peer.losses(GRAPH, model, state_dict(initial_weights(model, 0, None)), EPOCHS)
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.real
 @pytest.mark.parametrize(("kind", "servers", "mode"), [("gcn", 1, "sync"), ("gat", 2, "sync"), ("gcn", 4, "pipe")])
 def test_a_run_equals_pyg_and_its_model_loads_there(kind: str, servers: int, mode: str, tmp_path: Path) -> None:
@@ -47,6 +48,7 @@ def test_a_run_equals_pyg_and_its_model_loads_there(kind: str, servers: int, mod
     assert nobody_left(tmp_path / "run")
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.real
 def test_a_hundred_kills_of_workers_and_five_of_servers_change_no_bit_and_count_nothing_twice(tmp_path: Path) -> None:
     model = small_model(GRAPH, dropout=0.4)
@@ -67,6 +69,7 @@ def test_a_hundred_kills_of_workers_and_five_of_servers_change_no_bit_and_count_
     assert nobody_left(tmp_path / "run")
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.real
 def test_async_survives_kills_and_learns() -> None:
     options = {"mode": "async", "staleness": 1, "servers": 2, "epochs": 40}
@@ -76,6 +79,7 @@ def test_async_survives_kills_and_learns() -> None:
     assert result.summary["samples_lost"] == 0
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.real
 @pytest.mark.parametrize("lookahead", [True, False])
 def test_stale_weights_look_ahead_through_kills_and_those_returned_are_those_evaluated(lookahead: bool) -> None:
@@ -92,6 +96,7 @@ def test_stale_weights_look_ahead_through_kills_and_those_returned_are_those_eva
     assert float(right[GRAPH.roles == 4].mean()) == pytest.approx(result.test_accuracy)
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.real
 def test_layers_may_be_spread_over_parameter_servers() -> None:
     model = small_model(GRAPH, layers=3)
@@ -100,6 +105,7 @@ def test_layers_may_be_spread_over_parameter_servers() -> None:
     assert len(result.summary["recoveries"]) == 1
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.real
 def test_a_pyg_model_and_data_go_in_and_training_stops_early() -> None:
     data = peer.pyg("data").Data(
@@ -112,12 +118,14 @@ def test_a_pyg_model_and_data_go_in_and_training_stops_early() -> None:
     assert all(torch.equal(tensor, result.weights[name]) for name, tensor in net.state_dict().items())
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.real
 def test_rows_are_sent_to_a_worker_that_can_not_map_them() -> None:
     model = small_model(GRAPH, "gat")
     assert run(model, servers=2, share=False, edges="worker").losses == pytest.approx(reference(model), abs=1e-5)
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.real
 def test_too_many_workers_are_sent_home_and_the_events_say_why(tmp_path: Path) -> None:
     run(
@@ -161,6 +169,7 @@ def test_a_wrong_request_is_refused_before_anything_starts(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.real
 def test_the_only_worker_hangs_and_is_replaced(tmp_path: Path) -> None:
     model = small_model(GRAPH)

@@ -83,6 +83,7 @@ def test_cases_differ_by_seed_and_leave_time_for_a_checkpoint() -> None:
         assert (Kill.parse(case.kills[0]).step or 0) % case.checkpoint_every >= 2
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.real
 def test_a_killed_run_is_measured_to_its_last_step() -> None:
     brief = Case(name="real", pipelines=1, stages=2, steps=6, action_s=0.004)

@@ -1,0 +1,296 @@
+"""Programs of culm that start in milliseconds: forked out of a process that has torch and culm imported.
+
+    tests ──socket── zygote ──fork── culm run ──fork── nursery ── nodes ...
+
+They have the arguments, the environment, the descriptors, the session, the signals and the exit code of programs that
+are started anew, and can be killed like those. Only that everything can be imported is not seen here: therefore every
+verb that starts processes keeps tests in which it is started anew.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import gc
+import importlib
+import inspect
+import io
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn, TypeAlias
+
+import msgspec
+
+ROOT = Path(__file__).parents[1]
+COMMAND = str(Path(sys.executable).with_name("culm"))
+OURS = ("culm", "culm.providers.nursery", "culm.gnn.launch.nursery", "benchmarks.rank")
+"""Modules that are programs."""
+BEFORE_TORCH = {
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "TORCH_CPP_LOG_LEVEL": "FATAL",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+}
+"""What programs set before they import torch: here it is imported before them."""
+
+
+class Program(msgspec.Struct, frozen=True):
+    """What to run, and what it finds there."""
+
+    arguments: list[str]
+    folder: str
+    environment: dict[str, str]
+    session: bool
+    descriptors: list[int]
+    """Their numbers in the program."""
+
+
+Started: TypeAlias = tuple[int, socket.socket | None]
+"""A process, and who tells of its end where it is no child of ours."""
+Start: TypeAlias = Callable[[Program, list[int]], Started]
+"""With our descriptors for it."""
+
+
+class Popen(subprocess.Popen[Any]):
+    """As that of subprocess, but programs of culm are forked by `start`."""
+
+    start: ClassVar[Start | None] = None
+    _ends: socket.socket | None = None
+
+    def _execute_child(self, *given: Any) -> None:
+        how = _ASKED.bind(self, *given).arguments
+        arguments = [os.fspath(word) for word in how["args"]] if not isinstance(how["args"], str) else []
+        start = type(self).start
+        if start is None or not _is_ours(arguments) or (start is _fork_here and _has_threads()):
+            super()._execute_child(*given)  # type: ignore[misc]
+            return
+        own = [how["p2cread"], how["c2pwrite"], how["errwrite"]]
+        passed = sorted(how["pass_fds"])
+        descriptors = [standard if found == -1 else found for standard, found in enumerate(own)] + passed
+        folder = os.fspath(how["cwd"] or Path.cwd())
+        environment = dict(os.environ if how["env"] is None else how["env"])
+        program = Program(arguments, folder, environment, how["start_new_session"], [0, 1, 2, *passed])
+        self.pid, self._ends = start(program, descriptors)
+        self._child_created = True
+        self._close_pipe_fds(*(how[name] for name in _PIPES))  # type: ignore[attr-defined]
+
+    def poll(self) -> int | None:
+        if self._ends is None:
+            return super().poll()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self._ends is None:
+            return super().wait(timeout)
+        if not select.select([self._ends], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0)
+        told = self._ends.recv(64)
+        assert told, "the process that programs are forked from has ended"
+        self.returncode = int(told)
+        self._ends.close()
+        self._ends = None
+        return self.returncode
+
+
+_ASKED = inspect.signature(Popen.__base__._execute_child)  # type: ignore[union-attr]
+_PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+
+
+def _is_ours(arguments: list[str]) -> bool:
+    """`culm ...` or `python [-u] -m module ...`; other options of python change what a start is."""
+    words = [word for word in arguments[:4] if word != "-u"]
+    return words[:1] == [COMMAND] or (words[:2] == [sys.executable, "-m"] and words[2] in OURS)
+
+
+@contextlib.contextmanager
+def forking(start: Start) -> Iterator[None]:
+    """Whoever starts a program of culm gets it forked."""
+    usual, Popen.start, subprocess.Popen = subprocess.Popen, start, Popen  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        subprocess.Popen = usual  # type: ignore[misc]
+
+
+@contextlib.contextmanager
+def zygote() -> Iterator[Start]:
+    """A process that forks programs; it ends with us."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    path = os.pathsep.join(str(Path(place).absolute()) for place in sys.path)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.preloaded", str(theirs.fileno())],
+        cwd=ROOT,
+        pass_fds=[theirs.fileno()],
+        stdin=subprocess.DEVNULL,
+        env=os.environ | BEFORE_TORCH | {"PYTHONPATH": path},
+    )
+    theirs.close()
+
+    def start(program: Program, descriptors: list[int]) -> Started:
+        mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with its:
+            socket.send_fds(ours, [msgspec.msgpack.encode(program)], [its.fileno(), *descriptors])
+        return int(mine.recv(64)), mine
+
+    with process, ours:
+        yield start
+
+
+def _serve(control: socket.socket) -> None:
+    """Fork programs, and tell of their ends, until nobody asks any more."""
+    running: dict[int, tuple[int, socket.socket]] = {}
+    while True:
+        ready = select.select([control.fileno(), *running], [], [])[0]
+        for ended in [found for found in ready if found in running]:
+            pid, asker = running.pop(ended)
+            os.close(ended)
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            with asker, contextlib.suppress(BrokenPipeError):
+                asker.send(str(code).encode())
+        if control.fileno() not in ready:
+            continue
+        message, descriptors, *_ = socket.recv_fds(control, 1 << 20, 64)
+        if not message:
+            return
+        asker = socket.socket(fileno=descriptors[0])
+        pid = _fork(msgspec.msgpack.decode(message, type=Program), descriptors[1:], asker)
+        running[os.pidfd_open(pid)] = pid, asker
+        for descriptor in descriptors[1:]:
+            os.close(descriptor)
+
+
+def _fork_here(program: Program, descriptors: list[int]) -> Started:
+    """A program out of a program that has everything imported itself."""
+    return _fork(program, descriptors), None
+
+
+def _has_threads() -> bool:
+    """After which forking is unsafe."""
+    return len(list(Path("/proc/self/task").iterdir())) > 1
+
+
+def _fork(program: Program, descriptors: list[int], asker: socket.socket | None = None) -> int:
+    told, tell = os.pipe()  # who may kill its group must not know it before it has one
+    pid = os.fork()
+    if not pid:
+        _become(program, descriptors, tell, asker)
+    os.close(tell)
+    os.read(told, 1)
+    os.close(told)
+    return pid
+
+
+def _become(program: Program, descriptors: list[int], tell: int, asker: socket.socket | None) -> NoReturn:
+    """What happens between a fork, an exec, and the first line of the program."""
+    gc.freeze()  # what was there before belongs to others: its descriptors are closed, and their numbers taken
+    _forget_signals()
+    if program.session:
+        os.setsid()
+    os.chdir(program.folder)
+    if asker is not None:
+        asker.send(str(os.getpid()).encode())
+    os.write(tell, b".")
+    _place(descriptors, program.descriptors)
+    os.environ.clear()
+    os.environ.update(program.environment)
+    sys.path[:] = dict.fromkeys([program.folder, *_paths(), *sys.path])
+    _open_streams(raw="-u" in program.arguments[1:2])
+    with forking(_fork_here):
+        _end(_run(program.arguments))
+
+
+def _paths() -> list[str]:
+    return [str(Path(place).absolute()) for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
+
+
+def _forget_signals() -> None:
+    """Handlers of python do not outlive an exec."""
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as python does when it starts
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _place(descriptors: list[int], numbers: list[int]) -> None:
+    """Put descriptors where the program expects them, and close all others."""
+    free = max([*descriptors, *numbers]) + 1
+    for kept, number in zip([fcntl.fcntl(d, fcntl.F_DUPFD, free) for d in descriptors], numbers, strict=True):
+        os.dup2(kept, number)
+    first = 0
+    for number in [*sorted(numbers), os.sysconf("SC_OPEN_MAX")]:
+        if first < number:  # an empty range is all there is, to closerange
+            os.closerange(first, number)
+        first = number + 1
+
+
+def _open_streams(*, raw: bool) -> None:
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]  # noqa: SIM115
+    for number, name in [(1, "stdout"), (2, "stderr")]:
+        binary = open(number, "wb", 0 if raw else -1, closefd=False)  # noqa: SIM115
+        lines, errors = number == 2 or os.isatty(number), "strict" if number == 1 else "backslashreplace"
+        stream = io.TextIOWrapper(binary, "utf-8", errors, line_buffering=lines, write_through=raw)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _run(arguments: list[str]) -> int:
+    """The exit code."""
+    try:
+        if arguments[0] == COMMAND:
+            sys.argv[:] = arguments
+            runpy.run_path(COMMAND, run_name="__main__")
+        else:
+            module = arguments.index("-m") + 1
+            warnings.filterwarnings("ignore", ".*found in sys.modules", RuntimeWarning)  # of runpy: it is meant
+            sys.argv[:] = arguments[module:]
+            runpy.run_module(arguments[module], run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        return 1
+    return 0
+
+
+def _end(code: int) -> NoReturn:
+    """As python ends, but for taking all modules apart, which would take as long as a test."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _preload() -> None:
+    for module in ("culm.gnn.host", "culm.gnn.worker", "culm.gnn.running", "culm.cli", "culm.cluster.prepare"):
+        importlib.import_module(module)
+    importlib.import_module("culm.providers.nursery")._preload()
+    importlib.import_module("benchmarks.rank")
+    gc.collect()
+    gc.freeze()
+
+
+def main(descriptor: int) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a word
+    _preload()
+    _serve(socket.socket(fileno=descriptor))
+
+
+if __name__ == "__main__":
+    # Run as a module this file is __main__; programs of programs need the importable one.
+    importlib.import_module("tests.preloaded").main(int(sys.argv[1]))
