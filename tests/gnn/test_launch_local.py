@@ -42,6 +42,24 @@ def test_workers_dial_back_with_their_ticket_and_none_is_left_after_close() -> N
     assert all(map(standin.ended, pids))
 
 
+def test_workers_of_two_kinds_come_out_of_one_process_and_end_together() -> None:
+    async def story() -> list[int]:
+        first = LocalLauncher(entry=standin.named(standin.serve))
+        second = LocalLauncher(entry=standin.named(standin.hang), beside=first)
+        async with standin.desk() as desk:
+            await first.launch(ticket(desk.port), 1)
+            (card,) = await desk.workers(1)
+            await second.launch(ticket(desk.port), 2)
+            assert await first.pids() == (card["pid"],)
+            others = await second.pids()
+            assert len({card["pid"], *others}) == 3
+            assert {os.getpgid(pid) for pid in others} == {os.getpgid(card["pid"])}
+            await second.close()
+        return [card["pid"], *others]
+
+    assert all(map(standin.ended, asyncio.run(story())))
+
+
 def test_a_killed_worker_is_gone_from_the_living_and_the_others_stay() -> None:
     async def story() -> None:
         launcher = LocalLauncher(entry=standin.named(standin.serve))

@@ -58,10 +58,8 @@ class Watcher:
 
 async def run(wanted: Request, workers: Launcher, watcher: Watcher) -> Outcome:
     """To the end. Raises RunError when it fails; nothing is left running either way."""
-    servers = LocalLauncher(entry=SERVERS)
-    servers.warm()  # they import while the graph is cut
-    if isinstance(workers, LocalLauncher):
-        workers.warm()
+    servers = LocalLauncher(entry=SERVERS, beside=workers if isinstance(workers, LocalLauncher) else None)
+    servers.warm()  # it imports while the graph is cut
     if wanted.out is not None:
         claim(wanted.out, resumable=False)
     folder = RunFolder(wanted.out)

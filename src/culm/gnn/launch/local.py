@@ -21,50 +21,69 @@ from culm.providers.nursery import readable
 
 
 class LocalLauncher:
-    """The default back end. The first launch waits about two seconds for imports, or call `warm` ahead of it."""
+    """The default back end. The first launch waits about two seconds for imports, or call `warm` ahead of it.
+
+    `beside`: another launcher, whose processes come out of the same one, so that what both need is imported once. Who
+    closes one of the two closes both.
+    """
 
     name = "local"
 
-    def __init__(self, *, entry: str = WORKER) -> None:
+    def __init__(self, *, entry: str = WORKER, beside: LocalLauncher | None = None) -> None:
         self._entry = entry
+        self._origin = _Origin() if beside is None else beside._origin
+        self._origin.entries.append(entry)
+
+    def warm(self) -> None:
+        """Start importing now; does not wait."""
+        self._origin.warm()
+
+    async def launch(self, ticket: Ticket, count: int) -> None:
+        await self._origin.order(self._entry, ticket, _checked(count))
+
+    async def pids(self) -> tuple[int, ...]:
+        """Process ids of its workers that live, the newest last."""
+        return await self._origin.order(self._entry)
+
+    async def close(self) -> None:
+        await self._origin.close()
+
+
+class _Origin:
+    """Where the processes of one or several launchers come from."""
+
+    def __init__(self) -> None:
+        self.entries: list[str] = []
         self._nursery: _Nursery | None = None
         self._closed = False
         self._turn, self._numbers = asyncio.Lock(), itertools.count()
 
     def warm(self) -> None:
-        """Start importing now; does not wait."""
         if self._closed:
             raise RunError("the launcher is closed: make another one")
-        self._nursery = self._nursery or _Nursery(self._entry)
+        self._nursery = self._nursery or _Nursery(self.entries)
 
-    async def launch(self, ticket: Ticket, count: int) -> None:
-        await self._order(ticket, _checked(count))
-
-    async def pids(self) -> tuple[int, ...]:
-        """Process ids of the workers that live, the newest last."""
-        return await self._order()
+    async def order(self, entry: str, ticket: Ticket | None = None, count: int = 0) -> tuple[int, ...]:
+        async with self._turn:
+            self.warm()
+            assert self._nursery is not None
+            return await self._nursery.order(Order(next(self._numbers), entry, ticket, count))
 
     async def close(self) -> None:
         self._closed = True
         if self._nursery is not None:
-            await self._nursery.close()
-            self._nursery = None
-
-    async def _order(self, ticket: Ticket | None = None, count: int = 0) -> tuple[int, ...]:
-        async with self._turn:
-            self.warm()
-            assert self._nursery is not None
-            return await self._nursery.order(Order(next(self._numbers), ticket, count))
+            closing, self._nursery = self._nursery, None
+            await closing.close()
 
 
 class _Nursery:
     """The launcher's side of a nursery process."""
 
-    def __init__(self, entry: str) -> None:
+    def __init__(self, entries: list[str]) -> None:
         self._pipe, theirs = Pipe()
         self._gone, holding = os.pipe()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "culm.gnn.launch.nursery", str(theirs.fileno()), entry],
+            [sys.executable, "-m", "culm.gnn.launch.nursery", str(theirs.fileno()), *entries],
             pass_fds=[theirs.fileno(), holding],
             start_new_session=True,
             stdin=subprocess.DEVNULL,

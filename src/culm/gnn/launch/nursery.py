@@ -25,15 +25,16 @@ _REAP_S = 0.2
 
 
 class Order(msgspec.Struct, frozen=True):
-    """Start `count` workers; without a ticket only tell who lives."""
+    """Start `count` workers with that entry; without a ticket only tell who lives."""
 
     number: int
+    entry: str
     ticket: Ticket | None = None
     count: int = 0
 
 
 class Living(msgspec.Struct, frozen=True):
-    """The answer to the order of that number: process ids of the workers that live, the new ones last."""
+    """The answer to the order of that number: process ids of such workers that live, the new ones last."""
 
     number: int
     pids: tuple[int, ...]
@@ -47,10 +48,10 @@ answers = msgspec.msgpack.Decoder(Living)
 class Nursery:
     """The nursery's own side of the pipe."""
 
-    def __init__(self, pipe: Connection, entry: Entry) -> None:
-        self._pipe, self._entry = pipe, entry
-        self._workers: dict[int, None] = {}
-        """Process ids, oldest first."""
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._workers: dict[int, str] = {}
+        """The entry of each by its process id, oldest first."""
 
     def serve(self) -> None:
         """Obey until the launcher is gone."""
@@ -65,14 +66,15 @@ class Nursery:
     def _obey(self, order: Order) -> None:
         if order.ticket is not None:
             for _ in range(order.count):
-                self._workers[self._fork(order.ticket)] = None
+                self._workers[self._fork(resolve(order.entry), order.ticket)] = order.entry
         self._reap()
-        self._pipe.send_bytes(encode(Living(order.number, tuple(self._workers))))
+        living = tuple(pid for pid, entry in self._workers.items() if entry == order.entry)
+        self._pipe.send_bytes(encode(Living(order.number, living)))
 
-    def _fork(self, ticket: Ticket) -> int:
+    def _fork(self, entry: Entry, ticket: Ticket) -> int:
         def child() -> None:
             self._pipe.close()
-            live(self._entry, ticket)
+            live(entry, ticket)
 
         return fork(child)
 
@@ -84,19 +86,20 @@ class Nursery:
             self._workers.pop(pid, None)
 
 
-def main(descriptor: int, entry: str) -> None:
-    """The nursery process."""
+def main(descriptor: int, *entries: str) -> None:
+    """The nursery process, with what these entries need imported."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's business
     os.environ[NVML_CHECK] = "1"  # looking for a GPU must not start one here
-    found = resolve(entry)
+    for entry in entries:
+        resolve(entry)  # imports it
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)  # workers share the cores among themselves
     try:
-        Nursery(Connection(descriptor), found).serve()
+        Nursery(Connection(descriptor)).serve()
     finally:
         os.killpg(0, signal.SIGKILL)
 
 
 if __name__ == "__main__":
     # Run as a module this file is __main__; the messages must be those of the importable module.
-    importlib.import_module("culm.gnn.launch.nursery").main(int(sys.argv[1]), sys.argv[2])
+    importlib.import_module("culm.gnn.launch.nursery").main(int(sys.argv[1]), *sys.argv[2:])
