@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import fcntl
 import gc
 import importlib
@@ -51,6 +52,8 @@ class Program(msgspec.Struct, frozen=True):
     session: bool
     descriptors: list[int]
     """Their numbers in the program."""
+    network: str = ""
+    """The network namespace, where it is not the usual one."""
 
 
 Started: TypeAlias = tuple[int, socket.socket | None]
@@ -68,7 +71,9 @@ class Popen(subprocess.Popen[Any]):
     def _execute_child(self, *given: Any) -> None:
         how = _ASKED.bind(self, *given).arguments
         arguments = [os.fspath(word) for word in how["args"]] if not isinstance(how["args"], str) else []
-        start = type(self).start
+        start, network = type(self).start, ""
+        if arguments[:3] == ["ip", "netns", "exec"]:
+            network, arguments = arguments[3], arguments[4:]
         if start is None or not _is_ours(arguments) or (start is _fork_here and _has_threads()):
             super()._execute_child(*given)  # type: ignore[misc]
             return
@@ -77,7 +82,7 @@ class Popen(subprocess.Popen[Any]):
         descriptors = [standard if found == -1 else found for standard, found in enumerate(own)] + passed
         folder = os.fspath(how["cwd"] or Path.cwd())
         environment = dict(os.environ if how["env"] is None else how["env"])
-        program = Program(arguments, folder, environment, how["start_new_session"], [0, 1, 2, *passed])
+        program = Program(arguments, folder, environment, how["start_new_session"], [0, 1, 2, *passed], network)
         self.pid, self._ends = start(program, descriptors)
         self._child_created = True
         self._close_pipe_fds(*(how[name] for name in _PIPES))  # type: ignore[attr-defined]
@@ -102,6 +107,7 @@ class Popen(subprocess.Popen[Any]):
         return self.returncode
 
 
+_CLONE_NEWNET = 0x40000000
 _ASKED = inspect.signature(Popen.__base__._execute_child)  # type: ignore[union-attr]
 _PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 
@@ -197,6 +203,8 @@ def _become(program: Program, descriptors: list[int], tell: int, asker: socket.s
     if program.session:
         os.setsid()
     os.chdir(program.folder)
+    if program.network:
+        _enter(program.network)
     if asker is not None:
         asker.send(str(os.getpid()).encode())
     os.write(tell, b".")
@@ -221,6 +229,14 @@ def _forget_signals() -> None:
             signal.signal(number, signal.SIG_DFL)
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as python does when it starts
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _enter(network: str) -> None:
+    """As `ip netns exec` does."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with Path("/run/netns", network).open("rb") as space:
+        if libc.setns(space.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"no way into {network}")
 
 
 def _place(descriptors: list[int], numbers: list[int]) -> None:

@@ -19,7 +19,7 @@ from culm.gnn.launch.package import package
 if TYPE_CHECKING:
     from culm.gnn.launch.base import Launcher, Ticket
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.usefixtures("forked")]
 GRAPH = "gen:sbm,vertices=300,classes=3,degree=8"
 INVOKED = f"""
 import importlib, json, sys
@@ -61,7 +61,7 @@ def losses(launcher: str | Launcher, **options: Any) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def local() -> list[float]:
+def local(forked: None) -> list[float]:
     """The losses that every back end has to come to."""
     return losses("local")
 
