@@ -31,7 +31,7 @@ class LocalLauncher:
 
     def __init__(self, *, entry: str = WORKER, beside: LocalLauncher | None = None) -> None:
         self._entry = entry
-        self._origin = _Origin() if beside is None else beside._origin
+        self._origin: _Origin = _Origin() if beside is None else beside._origin
         self._origin.entries.append(entry)
 
     def warm(self) -> None:
