@@ -27,10 +27,12 @@ pytestmark = [
 ]
 PATIENCE_S = 240
 JOB = """
-import time
+import os, pathlib, time
 import torch
-from culm import Job
+from culm import STOP, Job
 from torch import nn
+
+END = pathlib.Path(os.environ["CULM_TEST_END"])
 
 class Nap(nn.Module):
     seconds = 0.012
@@ -46,9 +48,17 @@ DATA = [(torch.randn(4, generator=torch.Generator().manual_seed(i)), torch.zeros
 def job():
     return Job(
         layers=[Nap] * 4, loss=nn.functional.mse_loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-        data=DATA, global_batch=8, micro_batch=2, steps=200, exact=True,
+        data=DATA, global_batch=8, micro_batch=2, steps=10**6, exact=True,
+        on_step=lambda _: STOP if END.exists() else None,
     )
 """
+
+
+@pytest.fixture(autouse=True)
+def end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The file that ends the run."""
+    monkeypatch.setenv("CULM_TEST_END", str(tmp_path / "end"))
+    return tmp_path / "end"
 
 
 class Command:
@@ -87,7 +97,7 @@ class Command:
 
 
 @contextmanager
-def two_hosts(folder: Path, steps: int, slow_ms: int = 0) -> Iterator[tuple[Lab, Command, Command]]:
+def two_hosts(folder: Path, *shape: str, slow_ms: int = 0) -> Iterator[tuple[Lab, Command, Command]]:
     """The run and the agent, with the first step behind them."""
     (folder / "napping.py").write_text(JOB)
     with netns.lab("lead", "far") as lab:
@@ -98,7 +108,7 @@ def two_hosts(folder: Path, steps: int, slow_ms: int = 0) -> Iterator[tuple[Lab,
         alone = [f"--advertise-client-urls={url}", f"--listen-peer-urls={peers}", "--log-level=panic"]
         store = subprocess.Popen(lab.command("lead", *etcd, *alone))
         file, out = str(folder / "napping.py"), str(folder / "out")
-        shape = ["--pipelines", "2", "--stages", "1", "--strategy", "reroute", "--steps", str(steps)]
+        shape = ("--pipelines", "2", "--stages", "1", "--strategy", "reroute", *shape)
         run = Command(
             lab, "lead", "run", file, *shape, "--etcd", url, "--local", "1", "--suspect-after", "2", "--out", out
         )
@@ -113,36 +123,46 @@ def two_hosts(folder: Path, steps: int, slow_ms: int = 0) -> Iterator[tuple[Lab,
             store.wait()
 
 
-def summary(folder: Path, steps: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+def has_its_place(folder: Path, node: int) -> bool:
+    events = map(json.loads, (folder / "out" / "events.jsonl").read_text().splitlines())
+    return any(node in event["members"] for event in events if event["kind"] == "epoch")
+
+
+def summary(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     """Of the run, whose weights must be those of one process."""
     found: dict[str, object] = json.loads((folder / "out" / "summary.json").read_text())
-    job = load(str(folder / "napping.py"), {"steps": str(steps)})
+    job = load(str(folder / "napping.py"), {"steps": str(found["steps"])})
     monkeypatch.setattr(job.layers[0], "seconds", 0.0)
     assert found["state_sha256"] == reference(job).state_sha256
     return found
 
 
 def test_a_host_that_was_silent_for_too_long_is_fenced_and_comes_back_when_the_network_heals(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, end: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with two_hosts(tmp_path, 120) as (lab, run, far):
+    with two_hosts(tmp_path) as (lab, run, far):
         lab.silence("far")
         run.hear("is gone")
         lab.heal("far")
         far.hear("this machine comes back as a new node")
         run.hear("node 2 has come")
+        while not has_its_place(tmp_path, 2):
+            run.hear("step ")
+        run.hear("step ")
+        end.touch()
         assert run.ended() == 0, run.said
         assert far.ended() == 0, far.said
-    found = summary(tmp_path, 120, monkeypatch)
+    found = summary(tmp_path, monkeypatch)
     assert found["preemptions"] == 1
     assert (found["samples_lost"], found["samples_duplicated"]) == (0, 0)
 
 
 def test_a_slow_link_costs_nobody_his_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     try:
-        with two_hosts(tmp_path, 20, slow_ms=100) as (_, run, far):
+        with two_hosts(tmp_path, "--steps", "20", slow_ms=100) as (_, run, far):
             assert run.ended() == 0, run.said
             assert far.ended() == 0, far.said
     except NoLab as reason:
         pytest.skip(str(reason))
-    assert summary(tmp_path, 20, monkeypatch)["preemptions"] == 0
+    found = summary(tmp_path, monkeypatch)
+    assert (found["steps"], found["preemptions"]) == (20, 0)

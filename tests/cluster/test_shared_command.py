@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import trustme
+from tests.preloaded import Start, forking
 
 from culm.cli import main
 from culm.cluster.etcd import Access, EtcdStore, parse_access
@@ -174,13 +175,16 @@ def start() -> Iterator[type[Started]]:
 
 def test_a_run_whose_nodes_are_all_elsewhere_comes_to_its_end_and_no_stranger_disturbs_it(
     capsys: pytest.CaptureFixture[str],
+    zygote: Start,
     start: type[Started],
     guarded: Guarded,
     commands: dict[str, list[str]],
     tmp_path: Path,
 ) -> None:
     run = start(*commands["run"], "--local", "0", *guarded.options(), "--json", "--strategy", "reroute")
-    agents = [start("agent", "--zone", zone, *guarded.options()) for zone in ("a", "b")]
+    agents = [start("agent", "--zone", "a", *guarded.options())]
+    with forking(zygote):  # one of each kind is started anew
+        agents.append(start("agent", "--zone", "b", *guarded.options()))
     assert run.line("step "), run.ended()
     for command in commands.values():
         said = refused(capsys, command, guarded.options(etcd_user="root:wrong"))
