@@ -1,8 +1,10 @@
-"""Micro-batches: from numbers of samples to tensors on the device."""
+"""Micro-batches: from numbers of samples to tensors on the device, some of them ahead of time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import collections
+import math
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -14,9 +16,56 @@ from culm.runtime.keys import key, sample_indices, seed_everything
 
 if TYPE_CHECKING:
     from culm.job import Dataset, Job
+    from culm.runtime.clock import Clock
 
 Values: TypeAlias = tuple[Tensor, ...]
 """What travels between layers, always as a tuple; `pack` and `unpack` turn it into what a user's layer sees."""
+
+
+_AHEAD = 4
+"""Micro-batches that may lie ready: more would only take memory."""
+
+
+class Supply:
+    """The micro-batches that a worker takes step by step. While it waits for others it can make the next ones."""
+
+    def __init__(self, job: Job, device: torch.device, clock: Clock, wanted: Sequence[int]) -> None:
+        self._job, self._device, self._clock = job, device, clock
+        self._wanted = wanted
+        """In the order in which a step takes them."""
+        self._due: collections.deque[tuple[int, int]] = collections.deque()
+        self._ready: dict[tuple[int, int], tuple[Values, Any]] = {}
+        self._took_s = math.inf
+
+    def begin(self, step: int) -> None:
+        """A step is about to take its own, and the one after it will come to its first."""
+        coming = [(step, micro) for micro in self._wanted]
+        if step + 1 < self._job.steps:
+            coming += [(step + 1, micro) for micro in self._wanted[:_AHEAD]]
+        self._due = collections.deque(one for one in coming if one not in self._ready)
+
+    def take(self, step: int, micro: int) -> tuple[Values, Any]:
+        """(input, target), made now if they do not lie ready."""
+        found = self._ready.pop((step, micro), None)
+        if found is None:
+            found = self._made(step, micro)
+            if self._due and self._due[0] == (step, micro):
+                self._due.popleft()
+        return found
+
+    def ahead(self, room: float) -> bool:
+        """Make the next one, unless that would take longer than so many seconds; False: nothing was made."""
+        if not self._due or len(self._ready) >= _AHEAD or self._took_s > room:
+            return False
+        step, micro = self._due.popleft()
+        self._ready[step, micro] = self._made(step, micro)
+        return True
+
+    def _made(self, step: int, micro: int) -> tuple[Values, Any]:
+        began = self._clock.now()
+        found = micro_batch(self._job, step, micro, self._device)
+        self._took_s = self._clock.now() - began
+        return found
 
 
 def micro_batch(job: Job, step: int, micro: int, device: torch.device) -> tuple[Values, Any]:
@@ -55,7 +104,7 @@ def _collated(job: Job, field: str, indices: Any, device: torch.device) -> tuple
     except (Exception, SystemExit) as error:
         raise LayerFailed(f"Job.{field} raised {type(error).__name__} for item {list(indices)}: {error}") from error
     try:
-        batch = (job.collate or default_collate)(items)
+        batch = (job.collate or _collate)(items)
     except (Exception, SystemExit) as error:
         raise LayerFailed(f"the collation raised {type(error).__name__}: {error}") from error
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
@@ -63,6 +112,14 @@ def _collated(job: Job, field: str, indices: Any, device: torch.device) -> tuple
         raise JobError(f"Job.{field} gives {kind} after collation: an item must be a pair (input, target)")
     inputs, target = batch
     return pack(to_device(inputs, device), f"the input that Job.{field} gives"), to_device(target, device)
+
+
+def _collate(items: list[Any]) -> Any:
+    """As torch does it, in a shorter way where items are pairs of tensors."""
+    if all(type(item) is tuple and len(item) == 2 and type(item[0]) is type(item[1]) is Tensor for item in items):
+        inputs, targets = zip(*items, strict=True)
+        return torch.stack(inputs), torch.stack(targets)
+    return default_collate(items)
 
 
 def to_device(value: Any, device: torch.device) -> Any:
