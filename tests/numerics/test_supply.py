@@ -70,7 +70,8 @@ def test_what_was_made_ahead_is_what_would_have_been_made(data: Watched) -> None
         assert same(made.take(0, micro), micro_batch(of, 0, micro, CPU))
 
 
-def test_few_lie_ready_at_a_time_and_none_is_made_twice(data: Watched) -> None:
+def test_few_lie_ready_at_a_time_and_none_is_made_twice(data: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("culm.runtime.data._READY", 4 * 64)  # bytes: of four, with two items of two times 16 each
     made = supply(described(data))
     for step in range(3):
         made.begin(step)
@@ -89,7 +90,7 @@ def test_the_first_of_the_next_step_are_made_in_the_bubble_of_this_one_but_none_
         made.take(0, micro)
     while made.ahead(ROOM):
         pass
-    assert sorted(made._ready) == [(1, micro) for micro in range(4)]
+    assert sorted(made._ready) == [(1, micro) for micro in range(6)]
     made.begin(2)
     for micro in range(6):
         made.take(2, micro)

@@ -22,8 +22,8 @@ Values: TypeAlias = tuple[Tensor, ...]
 """What travels between layers, always as a tuple; `pack` and `unpack` turn it into what a user's layer sees."""
 
 
-_AHEAD = 4
-"""Micro-batches that may lie ready: more would only take memory."""
+_READY = 1 << 24
+"""Bytes of micro-batches that may lie ready: more would only take memory."""
 
 
 class Supply:
@@ -36,12 +36,14 @@ class Supply:
         self._due: collections.deque[tuple[int, int]] = collections.deque()
         self._ready: dict[tuple[int, int], tuple[Values, Any]] = {}
         self._took_s = math.inf
+        self._bytes = 0
+        """Of a micro-batch, as the last one had them."""
 
     def begin(self, step: int) -> None:
-        """A step is about to take its own, and the one after it will come to its first."""
+        """A step is about to take its own, and the next one will be after it."""
         coming = [(step, micro) for micro in self._wanted]
         if step + 1 < self._job.steps:
-            coming += [(step + 1, micro) for micro in self._wanted[:_AHEAD]]
+            coming += [(step + 1, micro) for micro in self._wanted]
         self._due = collections.deque(one for one in coming if one not in self._ready)
 
     def take(self, step: int, micro: int) -> tuple[Values, Any]:
@@ -55,7 +57,7 @@ class Supply:
 
     def ahead(self, room: float) -> bool:
         """Make the next one, unless that would take longer than so many seconds; False: nothing was made."""
-        if not self._due or len(self._ready) >= _AHEAD or self._took_s > room:
+        if not self._due or self._took_s > room or (len(self._ready) + 1) * self._bytes > _READY:
             return False
         step, micro = self._due.popleft()
         self._ready[step, micro] = self._made(step, micro)
@@ -65,7 +67,20 @@ class Supply:
         began = self._clock.now()
         found = micro_batch(self._job, step, micro, self._device)
         self._took_s = self._clock.now() - began
+        self._bytes = _nbytes(found)
         return found
+
+
+def _nbytes(value: Any) -> int:
+    """Of the tensors in it."""
+    held = 0
+
+    def count(leaf: Any) -> None:
+        nonlocal held
+        held += leaf.nbytes if isinstance(leaf, Tensor) else 0
+
+    mapped(value, count)
+    return held
 
 
 def micro_batch(job: Job, step: int, micro: int, device: torch.device) -> tuple[Values, Any]:
