@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from culm.errors import LayerFailed
 from culm.job import Job
 from culm.runtime.clock import RealClock
 from culm.runtime.data import Supply, Values, micro_batch
@@ -24,12 +25,15 @@ class Watched:
 
     def __init__(self) -> None:
         self.asked: list[int] = []
+        self.broken = False
 
     def __len__(self) -> int:
         return 64
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         self.asked.append(index)
+        if self.broken:
+            raise OSError("gone")
         return torch.full((4,), float(index)), torch.full((4,), float(index))
 
 
@@ -105,3 +109,13 @@ def test_a_recovery_may_ask_for_any_of_them(data: Watched) -> None:
     assert made.ahead(ROOM)
     for micro in (5, 4, 2, 2):
         assert same(made.take(0, micro), micro_batch(of, 0, micro, CPU))
+
+
+def test_an_item_that_can_not_be_read_fails_the_step_that_takes_it_and_none_before(data: Watched) -> None:
+    made = supply(described(data))
+    made.take(0, 0)
+    data.broken = True
+    while made.ahead(ROOM):
+        pass
+    with pytest.raises(LayerFailed, match="Job.data raised OSError"):
+        made.take(0, 1)

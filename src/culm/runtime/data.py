@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from culm.errors import JobError, LayerFailed
+from culm.errors import CulmError, JobError, LayerFailed
 from culm.runtime.keys import key, sample_indices, seed_everything
 
 if TYPE_CHECKING:
@@ -56,11 +57,13 @@ class Supply:
         return found
 
     def ahead(self, room: float) -> bool:
-        """Make the next one, unless that would take longer than so many seconds; False: nothing was made."""
+        """Make the next one, unless that would take longer than so many seconds; False: nothing was made. What is wrong
+        with the data is for the step that takes it to say."""
         if not self._due or self._took_s > room or (len(self._ready) + 1) * self._bytes > _READY:
             return False
         step, micro = self._due.popleft()
-        self._ready[step, micro] = self._made(step, micro)
+        with contextlib.suppress(CulmError):
+            self._ready[step, micro] = self._made(step, micro)
         return True
 
     def _made(self, step: int, micro: int) -> tuple[Values, Any]:
