@@ -117,5 +117,5 @@ def test_an_item_that_can_not_be_read_fails_the_step_that_takes_it_and_none_befo
     data.broken = True
     while made.ahead(ROOM):
         pass
-    with pytest.raises(LayerFailed, match="Job.data raised OSError"):
+    with pytest.raises(LayerFailed, match=r"Job\.data raised OSError"):
         made.take(0, 1)
