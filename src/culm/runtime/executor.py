@@ -128,6 +128,7 @@ class Executor:
         if kind in (Kind.B, Kind.W):
             self.desk.book(step, op.action.segment, op.segment).count(micro)
         await self._hand_on(step, op, values)
+        op.segment.spent = None
         end = self.clock.now()
         self.desk.spans.append((step, op.label, start, end))
         self.done += 1

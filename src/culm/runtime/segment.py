@@ -81,6 +81,8 @@ class Segment:
         self.tapes: dict[tuple[int, int], Tape] = {}
         self.pattern: dict[int, Statistics] = {}
         """Statistics of some micro-batch, once one has run: all have the same shapes."""
+        self.spent: Tape | None = None
+        """Of the last backward: to take its graph apart takes a while, in which others would wait for the gradients."""
         self.halves = False
         """Whether the last backward came in halves: then the next will, too."""
         self._loss_manner = Manner(exact=job.exact, draws=knows_outside(job.loss) or None)
@@ -136,6 +138,7 @@ class Segment:
             self._absorbed(piece, gradients)
             gradients = _taken(piece.inputs)
         self._absorb()
+        self.spent = tape
         return gradients
 
     def backward_input(self, step: int, micro: int, gradients: Gradients) -> Gradients:
