@@ -186,12 +186,12 @@ def _has_threads() -> bool:
 
 
 def _fork(program: Program, descriptors: list[int], asker: socket.socket | None = None) -> int:
-    told, tell = os.pipe()  # who may kill its group must not know it before it has one
+    told, tell = os.pipe()  # nobody knows it before it is what it should be: it may be asked for its group at once
     pid = os.fork()
     if not pid:
         _become(program, descriptors, tell, asker)
     os.close(tell)
-    os.read(told, 1)
+    os.read(told, 64)
     os.close(told)
     return pid
 
@@ -205,10 +205,9 @@ def _become(program: Program, descriptors: list[int], tell: int, asker: socket.s
     os.chdir(program.folder)
     if program.network:
         _enter(program.network)
-    if asker is not None:
-        asker.send(str(os.getpid()).encode())
-    os.write(tell, b".")
-    _place(descriptors, program.descriptors)
+    for heard in _place(descriptors, program.descriptors, [tell, *([asker.fileno()] if asker is not None else [])]):
+        os.write(heard, str(os.getpid()).encode())
+        os.close(heard)
     os.environ.clear()
     os.environ.update(program.environment)
     sys.path[:] = dict.fromkeys([program.folder, *_paths(), *sys.path])
@@ -239,16 +238,19 @@ def _enter(network: str) -> None:
             raise OSError(ctypes.get_errno(), f"no way into {network}")
 
 
-def _place(descriptors: list[int], numbers: list[int]) -> None:
-    """Put descriptors where the program expects them, and close all others."""
-    free = max([*descriptors, *numbers]) + 1
-    for kept, number in zip([fcntl.fcntl(d, fcntl.F_DUPFD, free) for d in descriptors], numbers, strict=True):
-        os.dup2(kept, number)
+def _place(descriptors: list[int], numbers: list[int], others: list[int]) -> list[int]:
+    """Put descriptors where the program expects them and close the rest, but for others: where those are then."""
+    free = max([*descriptors, *numbers, *others]) + 1
+    moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, free) for descriptor in [*descriptors, *others]]
+    for descriptor, number in zip(moved, numbers, strict=False):
+        os.dup2(descriptor, number)
+    kept = moved[len(numbers) :]
     first = 0
-    for number in [*sorted(numbers), os.sysconf("SC_OPEN_MAX")]:
+    for number in [*sorted([*numbers, *kept]), os.sysconf("SC_OPEN_MAX")]:
         if first < number:  # an empty range is all there is, to closerange
             os.closerange(first, number)
         first = number + 1
+    return kept
 
 
 def _open_streams(*, raw: bool) -> None:
