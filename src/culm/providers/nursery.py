@@ -359,13 +359,16 @@ def main(descriptor: int, board: int) -> None:
 
 def _preload() -> Any:
     """Import what every node needs, once. The first optimizer of a process imports dynamo: a second of CPU a node."""
+    import encodings.idna  # whoever connects by a name or an address needs it
+
     import numpy.random
     import torch._dynamo
     import torch.utils.flop_counter
 
     from culm.providers import node
+    from culm.transport import gloo
 
-    return node, numpy, torch
+    return encodings, gloo, node, numpy, torch
 
 
 if __name__ == "__main__":
