@@ -63,14 +63,22 @@ class Accumulator:
         """
         if not self.exact:
             return
-        gradients = [(piece, p.grad) for piece, p in zip(self._pieces, self.parameters, strict=True)]
-        found = [(piece, _flat(g)) for piece, g in gradients if g is not None]
+        found = self._found()
         largest = [_largest(g) for _, g in found]
         if all(map(math.isfinite, largest)):
             self._add(found, max(largest, default=0.0))
         else:
             self.finite = False
         self.detach()
+
+    def _found(self) -> list[tuple[Tensor, Tensor]]:
+        """Pieces of the sum, and the gradients that go there. Those of a small layer go together: with few elements a
+        call costs more than what it does."""
+        gradients = [(piece, p.grad) for piece, p in zip(self._pieces, self.parameters, strict=True)]
+        found = [(piece, _flat(g)) for piece, g in gradients if g is not None]
+        if len(found) < 2 or len(found) < len(gradients) or self.total.numel() > _BLOCK:
+            return found
+        return [(self.total, torch.cat([g for _, g in found]))]
 
     def _add(self, found: list[tuple[Tensor, Tensor]], largest: float) -> None:
         if largest >= LIMIT:
@@ -113,8 +121,13 @@ def finish(gradient: Tensor, total: Tensor, bound: int, divisor: float, label: s
             f"±{LIMIT:,.0f}: "
             "scale the loss down, or run without exact"
         )
-    for part, into in zip(total.split(_BLOCK), gradient.split(_BLOCK), strict=True):
+    for part, into in zip(_blocks(total), _blocks(gradient), strict=True):
         into.copy_(part.double().mul_(1.0 / SCALE).div_(divisor))
+
+
+def _blocks(values: Tensor) -> Sequence[Tensor]:
+    """Views of so many elements that scratch for them stays in the cache."""
+    return values.split(_BLOCK) if values.numel() > _BLOCK else (values,)
 
 
 def _flat(gradient: Tensor) -> Tensor:
@@ -133,9 +146,11 @@ def _largest(values: Tensor) -> float:
 def _add_scaled(total: Tensor, gradient: Tensor) -> None:
     """total += round(gradient * 2^48), block by block. Scaling by a power of two is exact in any floating type."""
     wide = gradient if gradient.dtype in (torch.float32, torch.float64) else gradient.float()
-    size = min(_BLOCK, wide.numel())
-    scaled = torch.empty(size, dtype=wide.dtype, device=wide.device)
-    whole = torch.empty(size, dtype=torch.int64, device=wide.device)
+    if wide.numel() <= _BLOCK:
+        total.add_(torch.mul(wide, SCALE).round_().to(torch.int64))
+        return
+    scaled = torch.empty(_BLOCK, dtype=wide.dtype, device=wide.device)
+    whole = torch.empty(_BLOCK, dtype=torch.int64, device=wide.device)
     for part, into in zip(wide.split(_BLOCK), total.split(_BLOCK), strict=True):
         n = part.numel()
         torch.mul(part, SCALE, out=scaled[:n]).round_()
