@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,6 +13,12 @@ from culm.providers.local import LocalNursery
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: the garbage collector need not look through it, again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
