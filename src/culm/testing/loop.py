@@ -13,7 +13,7 @@ import selectors
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextvars import Context, ContextVar, copy_context
-from typing import Any, ParamSpec, Protocol, TypeVar, TypeVarTuple, Unpack, cast
+from typing import Any, ParamSpec, Protocol, TypeVar, TypeVarTuple, Unpack
 
 A = ParamSpec("A")
 T = TypeVar("T")
@@ -68,8 +68,7 @@ class _Timer(asyncio.TimerHandle):
     node: int
     _scheduled: bool
 
-    def _run(self) -> None:
-        _Call._run(cast(_Call, self))
+    _run = _Call._run
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
