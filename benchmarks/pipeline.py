@@ -93,7 +93,7 @@ class Case:
     cut: Cut
 
 
-FULL = Effort(jobs=(LARGE, SMALL), rounds=21, starts=3, round_s=0.5)
+FULL = Effort(jobs=(LARGE, SMALL), rounds=20, starts=5, round_s=0.5)
 # Six: with fewer rounds not even the span from the least to the greatest ratio covers the median with 95 %.
 QUICK = Effort(jobs=(SMALL,), rounds=6, starts=2, round_s=0.3)
 
@@ -125,8 +125,10 @@ def run(
 
 
 def _side_by_side(planned: Sequence[Case], effort: Effort, told: Callable[[Row], object]) -> list[Row]:
-    """Rows in their order. Those that need the most cores begin, and of them the longest: small ones fill the gaps."""
-    order = sorted(range(len(planned)), key=lambda number: (-planned[number].stages, number))
+    """Rows in their order. Those with the most stages begin; then come those with the fewest, which fit in beside them
+    and take the longest."""
+    widest = max(case.stages for case in planned)
+    order = sorted(range(len(planned)), key=lambda n: (planned[n].stages != widest, planned[n].stages, n))
     works = [Work(cores_for(planned[number].stages), partial(_own_row, planned[number], effort)) for number in order]
     found = dict(zip(order, apart(works, places(), told), strict=True))
     return [found[number] for number in range(len(planned))]
@@ -167,9 +169,9 @@ def _started(case: Case, culm: Factory, torch: Factory, effort: Effort) -> Compa
 
 
 def measure(a: Side, b: Side, effort: Effort) -> Comparison:
-    """Alternating rounds of about `effort.round_s` each; the first steps of a side set it up and do not count."""
+    """Alternating rounds of about `effort.round_s` each; the first two steps of a side set it up and do not count."""
     for side in (a, b):
-        side.round(2)
+        side.round(1)
     step_s = (a.round(1) + b.round(1)) / 2
     steps = steps_for(step_s, round_s=effort.round_s)
     return paired(a, b, rounds=effort.rounds // effort.starts, steps=steps, warmup=0)

@@ -135,7 +135,7 @@ def exact_cost(pool: CulmPool, *, rounds: int, stages: int = 2, spec: GPTSpec = 
 def probes(pool: CulmPool, *, quick: bool) -> dict[str, Callable[[], Any]]:
     """All of them, by the names of the bench's JSON."""
     return {
-        "exact_cost": lambda: exact_cost(pool, rounds=6 if quick else 20),
+        "exact_cost": lambda: exact_cost(pool, rounds=6 if quick else 12),
         "us_per_action": us_per_action,
         "us_per_action_torch": torch_share,
         "kept_bytes": kept_bytes,

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import culm
 from culm.checkpoint import Catalog, ShardReceipt, Storage
+from culm.checkpoint import storage as storage_module
 from culm.errors import CheckpointError, UsageError
 
 from .states import files, same, same_bits, save, state, whole
@@ -316,6 +317,26 @@ def test_prune_takes_abandoned_folders_but_not_the_one_being_written(catalog: Ca
     save(catalog, 2)
     assert catalog.prune(5) == (1,)
     assert catalog.storage.list() == ["step-00000002", "step-00000003"]
+
+
+def test_a_part_that_is_written_while_others_complete_its_checkpoint_is_late_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalog = Catalog(Storage(tmp_path))
+    others = [catalog.write_shard(1, catalog.shard_name(1, 0), {"0.weight": torch.ones(2)})]
+    write = storage_module._write_through
+
+    def overtaken(path: Path, data: memoryview) -> None:
+        write(path, data)
+        if others:
+            catalog.commit(1, [others.pop()], {}, {}, created=0.0)
+            catalog.prune(1)
+            assert not path.exists()
+
+    monkeypatch.setattr(storage_module, "_write_through", overtaken)
+    late = catalog.write_shard(1, catalog.shard_name(1, 1), {"0.weight": torch.ones(2)})
+    assert (tmp_path / "step-00000001" / late.name).exists()
+    assert late.name not in catalog.check(1).files
 
 
 def test_prune_takes_an_empty_folder_that_a_dead_worker_left(tmp_path: Path) -> None:

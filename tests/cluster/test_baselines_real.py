@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from culm.api import pickled
+from culm.checkpoint import Catalog, Storage
 from culm.cluster.setup import Request
 from culm.providers.local import LocalNursery, local_run
 from culm.testing import reference
@@ -40,6 +41,17 @@ def trained(nursery: LocalNursery, out: Path, **request: Any) -> tuple[dict[str,
     return summary, [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
 
 
+def left_over(checkpoints: Path) -> list[Path]:
+    """Files that belong to no checkpoint: parts of one that others completed first, or written in vain."""
+    catalog = Catalog(Storage(checkpoints))
+    kept = {checkpoints / f"step-{step:08d}" / name for step in catalog.steps() for name in catalog.check(step).files}
+    return [path for path in checkpoints.rglob("*") if path.is_file() and path not in kept | manifests(checkpoints)]
+
+
+def manifests(checkpoints: Path) -> set[Path]:
+    return set(checkpoints.rglob("manifest.json"))
+
+
 @pytest.mark.parametrize("restart", ["warm", "cold"])
 @pytest.mark.parametrize("strategy", ["checkpoint", "migrate"])
 def test_a_sigkill_throws_everyone_back_to_the_checkpoint_and_nothing_else_changes(
@@ -52,6 +64,7 @@ def test_a_sigkill_throws_everyone_back_to_the_checkpoint_and_nothing_else_chang
     assert summary["samples"] == summary["samples_expected"]
     (lost,) = summary["recoveries"]
     assert (lost["lost"], lost["source"]) == ([3], "checkpoint")
+    assert left_over(tmp_path / "checkpoints") == []
     renewed = sorted(event["node"] for event in events if event["kind"] == "worker_renewed")
     assert renewed == ([0, 1, 2] if restart == "cold" else [])
 

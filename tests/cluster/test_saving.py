@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from culm import Job
+from culm.checkpoint import Catalog, Storage
+from culm.cluster.prepare import Request, prepare
+from culm.cluster.saves import Saves
+from culm.runtime.clock import RealClock
 from culm.testing import Faults, survives
 from culm.testing.chaos import job_of
 
@@ -39,3 +46,15 @@ def test_one_that_a_loss_has_spoilt_is_written_again_after_the_next_step(tmp_pat
 def test_nobody_waits_for_a_busy_disk_to_write_it_again(tmp_path: Path) -> None:
     busy = Faults().slow_disk(3, seconds=3.0).slow_disk(2, seconds=3.0)
     assert checkpoints(busy.kill(2, step=EVERY, nth=3), tmp_path)[0] == 2 * EVERY
+
+
+def test_a_part_that_came_after_others_had_completed_its_checkpoint_does_not_outlive_the_run(tmp_path: Path) -> None:
+    catalog = Catalog(Storage(tmp_path))
+    part = catalog.write_shard(EVERY, catalog.shard_name(EVERY, 0), {"0.weight": torch.ones(2)})
+    committed = catalog.commit(EVERY, [part], {}, {}, created=0.0)
+    catalog.write_shard(EVERY, catalog.shard_name(EVERY, 1), {"0.weight": torch.ones(2)})
+    saves = Saves(prepare(job(), Request(pipelines=1, stages=2)), RealClock())
+    saves.complete = [EVERY]
+    asyncio.run(saves.tidy(str(tmp_path)))
+    assert {path.name for path in tmp_path.glob("*/*")} == {*committed.files, "manifest.json"}
+    assert catalog.newest().manifest == committed

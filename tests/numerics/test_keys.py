@@ -62,7 +62,7 @@ def test_keys_depend_on_every_part_and_on_their_order() -> None:
 
 def test_a_layer_draws_the_same_from_every_generator_whoever_runs_it() -> None:
     def draws(*where: int) -> tuple[float, float, float]:
-        seed_layer(3, *where)
+        seed_layer(key(3, *where))
         return float(torch.rand(())), random.random(), float(np.random.uniform())
 
     first = draws(0, 1, 2)
@@ -82,10 +82,10 @@ def test_code_is_believed_to_draw_where_its_file_could_and_watched_where_not() -
 def test_what_a_layer_draws_from_is_learned_when_it_first_trains(layer: Any, draws: bool) -> None:
     held = HeldLayer(plain, 0, layer(2, 2), {})
     held.module.eval()
-    call_layer(held, (torch.ones(1, 2),), 0, 0, 0)
+    call_layer(held, (torch.ones(1, 2),), 0)
     assert held.manner.draws is None
     held.module.train()
-    call_layer(held, (torch.ones(1, 2),), 0, 0, 0)
+    call_layer(held, (torch.ones(1, 2),), 0)
     assert held.manner.draws is draws
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from culm.job import Job
 from culm.runtime import statistics
 from culm.runtime.data import micro_batch
-from culm.runtime.keys import seed_layer
+from culm.runtime.keys import key, seed_layer
 from culm.runtime.state import build_layer
 from culm.runtime.update import added
 from culm.testing import Trained, reference
@@ -54,7 +54,7 @@ class Plain:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, job.lr_schedule or (lambda _: 1.0))
 
     def _seed(self, index: int) -> Callable[..., None]:
-        return lambda *_: seed_layer(self.job.seed, self.step, self.micro, index)
+        return lambda *_: seed_layer(key(self.job.seed, self.step, self.micro, index))
 
     def run(self) -> Looped:
         losses = [self._step(step) for step in range(self.job.steps)]

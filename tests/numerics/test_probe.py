@@ -294,5 +294,5 @@ class Whole(nn.Module):
 @pytest.mark.parametrize("kind", [Several, Pair, Whole])
 def test_a_layer_gets_a_tuple_as_its_forward_names_it(kind: type[nn.Module]) -> None:
     layer = HeldLayer(plain, 0, kind(), {})
-    (made,) = call_layer(layer, (torch.ones(2), torch.ones(2)), 0, 0, 0)
+    (made,) = call_layer(layer, (torch.ones(2), torch.ones(2)), 0)
     assert made.tolist() == [2.0, 2.0]

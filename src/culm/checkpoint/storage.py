@@ -146,8 +146,8 @@ def _cause(error: Exception) -> str:
 
 
 def _replace(path: Path, data: memoryview) -> None:
-    """Write the file beside its place, make it durable, then move it there in one step. A folder that is deleted
-    meanwhile is made again: a late part of a checkpoint that was given up is no reason to end a run."""
+    """Write the file beside its place, make it durable, then move it there in one step. What is cleared away meanwhile
+    is made again: when others have completed the same checkpoint, its folder is swept, and this part is merely late."""
     for left in reversed(range(_TRIES)):
         _make_folder(path.parent)
         try:

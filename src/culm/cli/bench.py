@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group
 
 import culm
 from culm.cli.failing import failing
-from culm.errors import UsageError
+from culm.errors import CulmError, UsageError
 
 
 def bench(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="pipeline, planner, gnn, simulator, resilience, dropping.")
+        str, typer.Argument(metavar="NAME", help="pipeline, planner, gnn, simulator, resilience, dropping, or all.")
     ],
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds: a first impression.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print the figures as JSON, all else on stderr.")] = False,
@@ -87,6 +87,22 @@ def _resilience(quick: bool) -> tuple[Any, Any]:
     return result, resilience_result.table(result)
 
 
+def _all(quick: bool) -> tuple[Any, Any]:
+    """One after the other. What can not be had on this machine says why in its place."""
+    results: dict[str, Any] = {}
+    tables: list[Any] = []
+    for name, run in BENCHES.items():
+        if run is _all:
+            continue
+        _progress(f"bench {name}")
+        try:
+            results[name], table = run(quick)
+        except CulmError as error:
+            results[name], table = {"unavailable": str(error)}, f"{name}: {error}"
+        tables.append(table)
+    return results, Group(*tables)
+
+
 def _progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
@@ -98,5 +114,6 @@ BENCHES: dict[str, Callable[[bool], tuple[Any, Any]]] = {
     "simulator": _module("simulator"),
     "dropping": _module("dropping"),
     "gnn": _module("gnn"),
+    "all": _all,
 }
 """By name: what runs it, quickly or not, and gives the figures and a table of them."""

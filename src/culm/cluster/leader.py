@@ -84,6 +84,7 @@ class Leader:
         tenure = self.tenure
         try:
             summary = await self._lead()
+            await tenure.saves.tidy(tenure.folder.checkpoints or "")
             # Aside: of many nodes it takes longer than a lease, and whoever leads must go on being heard of meanwhile.
             await tenure.clock.aside(self._leave_behind, summary)
             if self.comings.evacuated:

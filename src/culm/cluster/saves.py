@@ -87,6 +87,12 @@ class Saves:
         self.complete.append(report.step)
         return sum(r.size for r in parts.values())
 
+    async def tidy(self, folder: str) -> None:
+        """Nobody writes any more. Parts that came too late for their checkpoint go, if they can."""
+        if self.complete:
+            with contextlib.suppress(CheckpointError):
+                await self._clock.aside(Catalog(Storage(folder)).prune, self._setup.keep_last, verify="sizes")
+
     async def newest(self, folder: str | None) -> tuple[int, str] | None:
         """The newest good checkpoint, of this run or the one that it went on from: its step, and where it lies."""
         for where in (folder, self._setup.resume_from):

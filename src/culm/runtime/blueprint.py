@@ -20,6 +20,7 @@ from culm.plan.profile import LayerCost, Profile
 from culm.runtime import statistics
 from culm.runtime.call import call_layer, handed_on, loss_of
 from culm.runtime.data import Values, evaluation_batch, mapped, micro_batch
+from culm.runtime.keys import key
 from culm.runtime.state import HeldLayer, build_layer, check_initial, named_parameter
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def _look(job: Job, values: Values, target: Any) -> Blueprint:
                 values, cost = _run(job, layer, values)
                 values = tuple(handed_on(v) for v in values)
                 costs.append(cost)
-            loss, weight = loss_of(job, values, target)
+            loss, weight = loss_of(job, values, target, key(job.seed, 0, 0, len(job.layers)))
     except LayerFailed as error:
         raise JobError(f"the layers do not run: {error}") from error
     if not loss.requires_grad:
@@ -115,7 +116,7 @@ def _run(job: Job, layer: HeldLayer, values: Values) -> tuple[Values, LayerCost]
         torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
         statistics.recording() as recorded,
     ):
-        outputs = call_layer(layer, values, 0, 0, job.seed)
+        outputs = call_layer(layer, values, key(job.seed, 0, 0, layer.index))
     layer.guard.check()
     statistics.collect(layer.moving, recorded)
     return outputs, _cost(layer, outputs, flops.get_total_flops(), saved)

@@ -51,10 +51,13 @@ class Book:
     def rider(self) -> Tensor:
         """The rows as one vector of float64, to be added up over the pipelines."""
         sums = [layer.accumulator for layer in self.segment.layers]
-        head = [*self.counts, *(total.bound for total in sums), *(not total.finite for total in sums)]
-        rider = torch.tensor(head, dtype=torch.float64)
-        if self._width():
-            rider = torch.cat([rider, *(self._row(micro) for micro in range(len(self.counts)))])
+        head = [*self.counts, *(one.bound for one in sums), *(not one.finite for one in sums)]
+        micros = range(len(self.counts))
+        if self._pattern():
+            rider = torch.cat([torch.tensor(head, dtype=torch.float64), *map(self._row, micros)])
+        else:
+            rows = [value for micro in micros for value in self._loss(micro)]
+            rider = torch.tensor([*head, *rows], dtype=torch.float64)
         for given in self._given:
             rider += given
         return rider
@@ -73,17 +76,20 @@ class Book:
         outcome = self.outcomes.get(micro)
         if outcome is None or not self.counts[micro]:
             return torch.zeros(self._width(), dtype=torch.float64)
-        values: list[Tensor] = []
-        if self.segment.last:
-            assert outcome.loss is not None
-            weight = 1.0 if outcome.weight is None else outcome.weight
-            values = [
-                outcome.loss.reshape(1).double().cpu(),
-                torch.as_tensor(weight, dtype=torch.float64).reshape(1).cpu(),
-            ]
+        values = [torch.tensor(self._loss(micro), dtype=torch.float64)]
         for recorded in outcome.statistics.values():
             values += [tensor.reshape(-1).double().cpu() for module in recorded for tensor in module]
-        return torch.cat(values) if values else torch.zeros(0, dtype=torch.float64)
+        return torch.cat(values)
+
+    def _loss(self, micro: int) -> tuple[float, ...]:
+        """Of the last segment: the loss and its weight, or zeros where another worker knows them."""
+        if not self.segment.last:
+            return ()
+        outcome = self.outcomes.get(micro)
+        if outcome is None or not self.counts[micro]:
+            return 0.0, 0.0
+        assert outcome.loss is not None
+        return float(outcome.loss), 1.0 if outcome.weight is None else float(outcome.weight)
 
     def _width(self) -> int:
         return (2 if self.segment.last else 0) + sum(

@@ -38,17 +38,27 @@ class Manner:
         self._lays: dict[tuple[int, torch.Size], bool] = {}
         """By input and shape: whether the gradient that it leaves there lies in one piece by itself."""
 
-    def seed(self, seed: int, step: int, micro: int, place: int) -> None:
-        """Before a run: its draws come from (seed, step, micro-batch, place in the model)."""
-        seed_layer(seed, step, micro, place, outside=self.draws is not False)
+    def seed(self, draw: int) -> None:
+        """Before a run: its draws come from this key."""
+        seed_layer(draw, outside=self.draws is not False)
         if self.draws is None:
             self._state = outside_state()
 
     def lend(self, values: Values) -> Values:
         """What the code is given for the values."""
+        if self.writes is False and len(values) == 1 and self._known(*values):
+            return values
         taped = torch.is_grad_enabled()
         lent = tuple(self._lent(n, value.contiguous(), taped) for n, value in enumerate(values))
         return lent if self.writes is False else tuple(value.clone() for value in lent)
+
+    def _known(self, value: Tensor) -> bool:
+        """Whether the only value can be given as it is: the short way of `_lent`, for what most layers take."""
+        if not value.is_contiguous():
+            return False
+        if not value.requires_grad:
+            return True
+        return self._lays.get((0, value.shape), False) and not _cast_leaf(value)
 
     def _lent(self, number: int, value: Tensor, taped: bool) -> Tensor:
         """The same numbers. There and back through a flat view costs little, and lays the gradient out in one piece."""
@@ -57,8 +67,7 @@ class Manner:
         place = number, value.shape
         lies = self._lays.get(place)
         if lies:
-            # Autocast keeps the casts of leaves: a gradient would be added up in another type than inside a graph.
-            return value.view_as(value) if value.is_leaf and torch.is_autocast_enabled(value.device.type) else value
+            return value.view_as(value) if _cast_leaf(value) else value
         flat = value.view(-1).view(value.shape)
         if lies is None and not self._exact:
             flat.register_hook(lambda gradient: self._look(place, gradient))
@@ -66,6 +75,11 @@ class Manner:
 
     def _look(self, place: tuple[int, torch.Size], gradient: Tensor) -> None:
         self._lays[place] = gradient.is_contiguous() and self._lays.get(place, True)
+
+    @property
+    def learns(self) -> bool:
+        """Whether a run in training has still something to show."""
+        return self.writes is None or self.draws is None
 
     def learn(self, lent: Values) -> None:
         """After a run in training: from now on copy only where something was written, seed only what was drawn from."""
@@ -75,14 +89,19 @@ class Manner:
             self.draws = outside_state() != self._state
 
 
+def _cast_leaf(value: Tensor) -> bool:
+    """Autocast keeps the casts of leaves: a gradient would be added up in another type than inside a graph."""
+    return value.is_leaf and torch.is_autocast_enabled(value.device.type)
+
+
 def handed_on(value: Tensor) -> Tensor:
     """The same numbers as a fresh leaf, in one piece."""
     return value.detach().contiguous().requires_grad_(value.requires_grad)
 
 
-def call_layer(layer: HeldLayer, values: Values, step: int, micro: int, seed: int) -> Values:
+def call_layer(layer: HeldLayer, values: Values, draw: int) -> Values:
     """One layer's forward, with its own randomness; an exception of the user's code names the layer."""
-    layer.manner.seed(seed, step, micro, layer.index)
+    layer.manner.seed(draw)
     lent = layer.manner.lend(values)
     try:
         several = len(lent) > 1
@@ -92,17 +111,17 @@ def call_layer(layer: HeldLayer, values: Values, step: int, micro: int, seed: in
     except (Exception, SystemExit) as error:
         shapes = ", ".join(f"{tuple(v.shape)} {str(v.dtype).removeprefix('torch.')}" for v in values)
         raise LayerFailed(f"{layer.label} raised {type(error).__name__} on input {shapes}: {error}") from error
-    if layer.module.training:
+    if layer.manner.learns and layer.module.training:
         layer.manner.learn(lent)
     return pack(made, f"the output of {layer.label}") if not isinstance(made, Tensor) else (made,)
 
 
 def loss_of(
-    job: Job, outputs: Values, target: Any, step: int = 0, micro: int = 0, manner: Manner | None = None
+    job: Job, outputs: Values, target: Any, draw: int, manner: Manner | None = None
 ) -> tuple[Tensor, Tensor | float | None]:
     """The loss of a micro-batch and, where the loss returns (sum, weight), its weight. It draws like one more layer."""
     manner = manner or Manner(exact=True)
-    manner.seed(job.seed, step, micro, len(job.layers))
+    manner.seed(draw)
     lent = manner.lend(outputs)
     try:
         made = job.loss(lent[0] if len(lent) == 1 else lent, target)

@@ -88,9 +88,7 @@ class Closing:
             holding.remember()
         if not skipped:
             check_finite(step, layers, state.tied.values())
-            rate = lr_factor(self.job, step)
-            for _, unit in state.units():
-                unit.step(rate)
+            state.step(lr_factor(self.job, step))
             settled = self.desk.step(step).settled
             for g in holding.segments:
                 for layer in holding.segments[g].layers:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from culm.plan.recover import Wiring
-from culm.runtime.data import Values, micro_batch
+from culm.runtime.data import Supply, Values
 from culm.runtime.program import Op, compiled
 from culm.runtime.summing import Summing
 from culm.schedule import Kind, Plan
@@ -49,6 +49,7 @@ class Executor:
         self.plan = Plan.from_text(epoch.plan)
         self.segments = self._run_here(self.plan.stages_of(slot))
         self.program = compiled(self.plan, epoch, slot, self.segments)
+        self.supply = Supply(job, desk.device, clock, _fed(self.program))
         self.summing = Summing(epoch, slot, self.plan, desk, transport, clock)
         self.wiring = Wiring(epoch.recovery, self.plan.segments)
         self.shadows: Shadows | None = None
@@ -88,6 +89,7 @@ class Executor:
     async def step(self, step: int) -> None:
         """Run the list of one step. Afterwards its complete sums are here, settled."""
         self._home.clear()
+        self.supply.begin(step)
         for g, segment in self.segments.items():
             self.desk.book(step, g, segment)
         self.transport.busy(True)
@@ -126,6 +128,7 @@ class Executor:
         if kind in (Kind.B, Kind.W):
             self.desk.book(step, op.action.segment, op.segment).count(micro)
         await self._hand_on(step, op, values)
+        op.segment.spent = None
         end = self.clock.now()
         self.desk.spans.append((step, op.label, start, end))
         self.done += 1
@@ -145,7 +148,7 @@ class Executor:
         return left if left is not None else placed(self.desk.step(step).outputs[op.home], self.desk.device)
 
     async def _wait(self, step: int, key: Key) -> Tensors:
-        """A bubble: look after replicas, if there are any, until the frame has come."""
+        """A bubble: do what has to be done anyway, until the frame has come."""
         began = self.clock.now()
         inherited = self.inheritance.get(key) if self.inheritance is not None else None
         if inherited is not None:
@@ -153,7 +156,7 @@ class Executor:
         for holding in self.desk.holdings.values() if self.epoch.kept else ():
             holding.remember_early()
         quiet = began  # until then, at least, the frame had not come
-        while self.shadows is not None and await self.shadows.spare(step, self._room(key.name) - (quiet - began)):
+        while await self._spare(step, self._room(key.name) - (quiet - began)):
             found = self.transport.arrived(key)
             if found is not None:
                 self._note_wait(key.name, quiet - began)
@@ -166,6 +169,10 @@ class Executor:
         self._note_wait(key.name, self._yielded - began)
         return found
 
+    async def _spare(self, step: int, room: float) -> bool:
+        """Make a micro-batch ahead or look after a replica, if that takes no longer than the room there is."""
+        return self.supply.ahead(room) or (self.shadows is not None and await self.shadows.spare(step, room))
+
     def _room(self, name: str) -> float:
         """Seconds that a wait for a frame is known to last at the least: what takes longer would hold the step up."""
         return min(self._waits.get(name, (-1.0,)))
@@ -177,7 +184,7 @@ class Executor:
         target = None
         first = op.action.segment == 0
         if first or op.segment.last:
-            fresh, target = micro_batch(self.job, step, micro, self.desk.device)
+            fresh, target = self.supply.take(step, micro)
             inputs = fresh if first else inputs
         outputs, outcome = op.segment.forward(step, micro, inputs, target)
         if not op.again:
@@ -198,6 +205,12 @@ class Executor:
         await self.clock.work(self.node, step, op.label)
         for address in op.targets:
             self.transport.send(address, Key(self.epoch.number, step, op.name), sent)
+
+
+def _fed(program: Iterable[Op]) -> list[int]:
+    """Micro-batches of which a program needs input or target, in its order."""
+    forwards = [op for op in program if op.action.kind is Kind.F and (op.action.segment == 0 or op.segment.last)]
+    return [op.action.micro for op in forwards if op.action.micro is not None]
 
 
 def placed(tensors: Tensors, device: torch.device) -> Tensors:

@@ -5,10 +5,11 @@ Nothing here remembers anything: whoever runs a piece of work, today or again af
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -23,20 +24,29 @@ _MASK = (1 << 63) - 1
 
 def key(*parts: int | str) -> int:
     """A 63-bit number that depends on every part and on their order."""
-    text = "\x1f".join(map(str, parts)).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") & _MASK
+    return _key("\x1f".join(map(str, parts)))
 
 
-def seed_layer(seed: int, step: int, micro: int, layer: int, *, outside: bool = True) -> None:
-    """Draws inside a layer (dropout and the like) come from (seed, step, micro-batch, layer).
+def _key(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") & _MASK
 
-    `outside` False: the layer is known to draw from torch alone.
+
+def draws(seed: int, step: int, micro: int, layers: Iterable[int]) -> list[int]:
+    """What the draws inside layers (dropout and the like) come from: the keys of (seed, step, micro-batch, layer).
+
+    All at once: between the kernels of two layers nothing of this would be in the cache, and a key takes three times
+    as long.
     """
-    value = key(seed, step, micro, layer)
+    before = f"{seed}\x1f{step}\x1f{micro}\x1f"
+    return [_key(f"{before}{layer}") for layer in layers]
+
+
+def seed_layer(draw: int, *, outside: bool = True) -> None:
+    """Let a layer draw from its key. `outside` False: it is known to draw from torch alone."""
     if outside:
-        seed_everything(value)
+        seed_everything(draw)
     else:
-        seed_torch(value)
+        seed_torch(draw)
 
 
 def outside_state() -> tuple[object, ...]:
@@ -89,7 +99,12 @@ def sample_indices(job: Job, step: int, micro: int) -> list[int]:
 
 def _shuffled(seed: int, number: int, count: int) -> int:
     epoch, position = divmod(number, count)
-    return permute(position, count, key(seed, "order", epoch))
+    return permute(position, count, _order(seed, epoch))
+
+
+@functools.lru_cache(maxsize=8)
+def _order(seed: int, epoch: int) -> int:
+    return key(seed, "order", epoch)
 
 
 def permute(position: int, count: int, secret: int) -> int:

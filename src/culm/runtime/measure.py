@@ -17,6 +17,7 @@ from culm.runtime import statistics
 from culm.runtime.call import call_layer, loss_of
 from culm.runtime.data import Values, micro_batch
 from culm.runtime.device import device_of
+from culm.runtime.keys import key
 from culm.runtime.state import HeldLayer, build_layer
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class _Probe:
     def __init__(self, job: Job, layer: HeldLayer, values: Values, device: torch.device, target: Any) -> None:
         self.job, self.layer, self.device, self.target = job, layer, device, target
         self.inputs = tuple(v.detach().requires_grad_(v.is_floating_point() and layer.index > 0) for v in values)
+        self.draw = key(job.seed, 0, 0, layer.index)
         self.saved = 0
 
     def cost(self) -> tuple[Values, LayerCost]:
@@ -91,8 +93,8 @@ class _Probe:
             cast = torch.autocast(self.device.type, torch.bfloat16)
         with cast, statistics.recording(), torch.autograd.graph.saved_tensors_hooks(self._note, lambda t: t):
             began = self._now()
-            made = call_layer(self.layer, self.inputs, 0, 0, self.job.seed)
-            ends = [loss_of(self.job, made, self.target)[0]] if self.target is not None else list(made)
+            made = call_layer(self.layer, self.inputs, self.draw)
+            ends = [loss_of(self.job, made, self.target, self.draw)[0]] if self.target is not None else list(made)
             seconds = self._now() - began
         return tuple(v.detach() for v in made), [e for e in ends if e.requires_grad], seconds
 

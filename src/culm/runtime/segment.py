@@ -21,7 +21,7 @@ from culm.errors import CulmError, LayerFailed
 from culm.runtime import split, statistics
 from culm.runtime.call import Manner, call_layer, handed_on, loss_of
 from culm.runtime.data import Values
-from culm.runtime.keys import knows_outside
+from culm.runtime.keys import draws, knows_outside
 from culm.runtime.split import Gradients
 from culm.runtime.statistics import Statistics
 
@@ -48,9 +48,11 @@ class Tape:
     step: int
     micro: int
     inputs: Values
+    draws: list[int]
+    """Of each layer, and of what would come after the last: the loss."""
     pieces: list[Piece] = field(default_factory=list)
-    again: list[tuple[HeldLayer, Values]] = field(default_factory=list)
-    """With recomputation: layers and their inputs, in order."""
+    again: list[tuple[HeldLayer, int, Values]] = field(default_factory=list)
+    """With recomputation: layers, their draws and inputs, in order."""
     pending: Gradients | None = None
     """Gradients of the outputs, when I had nothing to do and W does everything."""
     halved: bool = False
@@ -73,11 +75,14 @@ class Segment:
     def __init__(self, job: Job, state: State, layers: Sequence[int]) -> None:
         self.job = job
         self.layers = [state.layers[index] for index in layers]
+        self._places = (*layers, layers[-1] + 1)
         self.last = layers[-1] == len(job.layers) - 1
         self.moving = any(layer.moving for layer in self.layers)
         self.tapes: dict[tuple[int, int], Tape] = {}
         self.pattern: dict[int, Statistics] = {}
         """Statistics of some micro-batch, once one has run: all have the same shapes."""
+        self.spent: Tape | None = None
+        """Of the last backward: to take its graph apart takes a while, in which others would wait for the gradients."""
         self.halves = False
         """Whether the last backward came in halves: then the next will, too."""
         self._loss_manner = Manner(exact=job.exact, draws=knows_outside(job.loss) or None)
@@ -91,7 +96,7 @@ class Segment:
 
         The last segment computes the loss too and has no outputs.
         """
-        tape = Tape(step, micro, inputs)
+        tape = Tape(step, micro, inputs, self._draws(step, micro))
         outcome = Outcome()
         with self._cast(), statistics.recording() as recorded:
             run = self._forward_lean if self.job.recompute else self._forward_taped
@@ -105,19 +110,23 @@ class Segment:
         self.tapes[step, micro] = tape
         return () if self.last else tuple(handed_on(o) for o in outputs), outcome
 
+    def _draws(self, step: int, micro: int) -> list[int]:
+        return draws(self.job.seed, step, micro, self._places)
+
     def evaluate(self, micro: int, inputs: Values, target: Any = None) -> tuple[Values, Outcome]:
         """F in evaluation mode: no graph, no dropout, nothing moves."""
         outcome = Outcome()
+        *own, after = self._draws(-1, micro)
         with torch.no_grad(), self._cast():
             values = inputs
-            for layer in self.layers:
+            for layer, draw in zip(self.layers, own, strict=True):
                 layer.module.eval()
                 try:
-                    values = call_layer(layer, values, -1, micro, self.job.seed)
+                    values = call_layer(layer, values, draw)
                 finally:
                     layer.module.train()
             if self.last:
-                outcome.loss, outcome.weight = loss_of(self.job, values, target, -1, micro, self._loss_manner)
+                outcome.loss, outcome.weight = loss_of(self.job, values, target, after, self._loss_manner)
                 values = ()
         return tuple(handed_on(v) for v in values), outcome
 
@@ -129,6 +138,7 @@ class Segment:
             self._absorbed(piece, gradients)
             gradients = _taken(piece.inputs)
         self._absorb()
+        self.spent = tape
         return gradients
 
     def backward_input(self, step: int, micro: int, gradients: Gradients) -> Gradients:
@@ -167,13 +177,13 @@ class Segment:
     def _forward_taped(self, tape: Tape, values: Values) -> Values:
         piece = Piece(values, values, [])
         short = self.halves and any(x.requires_grad for x in values)
-        for layer in self.layers:
+        for layer, draw in zip(self.layers, tape.draws, strict=False):
             if piece.layers and (short or len(values) > 1):
                 piece.outputs = values
                 tape.pieces.append(piece)
                 values = tuple(handed_on(v) for v in values)
                 piece = Piece(values, (), [])
-            values = call_layer(layer, values, tape.step, tape.micro, self.job.seed)
+            values = call_layer(layer, values, draw)
             piece.layers.append(layer)
         piece.outputs = values
         tape.pieces.append(piece)
@@ -181,10 +191,10 @@ class Segment:
 
     def _forward_lean(self, tape: Tape, values: Values) -> Values:
         """Keeps the inputs of the layers. Each makes its graph, too, and drops it: without one, kernels may differ."""
-        for layer in self.layers:
-            tape.again.append((layer, values))
+        for layer, draw in zip(self.layers, tape.draws, strict=False):
+            tape.again.append((layer, draw, values))
             before = [v._version for v in values]
-            made = call_layer(layer, values, tape.step, tape.micro, self.job.seed)
+            made = call_layer(layer, values, draw)
             if [v._version for v in values] != before:
                 raise LayerFailed(
                     f"{layer.label} writes into its input at times: with recompute, always or never do so"
@@ -196,17 +206,17 @@ class Segment:
         """The loss joins the last piece, or is a piece of its own where the layers are run again."""
         if self.job.recompute:
             tape.pieces.append(Piece(outputs, (), []))
-        loss, outcome.weight = loss_of(self.job, outputs, target, tape.step, tape.micro, self._loss_manner)
+        loss, outcome.weight = loss_of(self.job, outputs, target, tape.draws[-1], self._loss_manner)
         tape.pieces[-1].outputs = (loss,)
         outcome.loss = loss.detach()
         return (loss,)
 
     def _pieces_backwards(self, tape: Tape) -> Any:
         yield from reversed(tape.pieces)
-        for layer, values in reversed(tape.again):
+        for layer, draw, values in reversed(tape.again):
             inputs = tuple(handed_on(v) for v in values)
             with torch.enable_grad(), self._cast(), statistics.recording():
-                outputs = call_layer(layer, inputs, tape.step, tape.micro, self.job.seed)
+                outputs = call_layer(layer, inputs, draw)
             yield Piece(inputs, outputs, [layer])
 
     def _absorbed(self, piece: Piece, gradients: Gradients) -> None:

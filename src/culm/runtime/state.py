@@ -22,6 +22,7 @@ from culm.errors import JobError
 from culm.runtime import statistics
 from culm.runtime.accumulate import Accumulator, finish
 from culm.runtime.call import Manner
+from culm.runtime.joint import Stepped, joined
 from culm.runtime.keys import key, knows_outside, seed_everything
 
 if TYPE_CHECKING:
@@ -259,6 +260,8 @@ class State:
         self.device = device or torch.device("cpu")
         self.layers: dict[int, HeldLayer] = {}
         self.tied: dict[str, TiedGroup] = {}
+        self._stepped: list[Stepped] = []
+        """What makes the optimizer steps of all units; known once the first is made."""
         wanted = sorted(layers)
         self._tie(wanted)
         for index in wanted:
@@ -291,6 +294,12 @@ class State:
         """(layer, unit): those of the layers held here, and of tied groups that touch them, by their first layer."""
         own = [(index, layer.unit) for index, layer in self.layers.items()]
         return own + [(group.layers()[0], group.unit) for group in self.tied.values()]
+
+    def step(self, factor: float) -> None:
+        """One optimizer step of everything held here, the learning rates multiplied by a factor."""
+        self._stepped = self._stepped or joined([unit for _, unit in self.units()])
+        for one in self._stepped:
+            one.step(factor)
 
     def snapshot(self, layers: Iterable[int] | None = None) -> Snapshot:
         """The state of some layers (default: all held), tied groups under their first; not copied."""

@@ -15,6 +15,7 @@ import torch
 from culm.runtime import statistics
 from culm.runtime.call import call_layer, handed_on, loss_of
 from culm.runtime.data import Values, evaluation_batch, evaluation_batches, evaluation_share, micro_batch
+from culm.runtime.keys import key
 from culm.runtime.state import HeldLayer, Snapshot, State, total_digest
 from culm.runtime.statistics import Statistics
 from culm.runtime.update import (
@@ -115,12 +116,12 @@ def _micro_batch(
         for layer in layers:
             leaves = tuple(handed_on(v) for v in values)
             with statistics.recording() as recorded:
-                values = call_layer(layer, leaves, step, micro, job.seed)
+                values = call_layer(layer, leaves, key(job.seed, step, micro, layer.index))
             if layer.moving:
                 moved[layer.index] = statistics.collect(layer.moving, recorded)
             graph.append((leaves, values))
         ends = tuple(handed_on(v) for v in values)
-        loss, weight = loss_of(job, ends, target, step, micro)
+        loss, weight = loss_of(job, ends, target, key(job.seed, step, micro, len(job.layers)))
     if loss.requires_grad:
         loss.backward()
     for leaves, values in reversed(graph):
@@ -141,9 +142,9 @@ def _evaluate(job: Job, state: State) -> float | None:
             values, target = evaluation_batch(job, micro, state.device)
             for layer in state.layers.values():
                 layer.module.eval()
-                values = call_layer(layer, values, -1, micro, job.seed)
+                values = call_layer(layer, values, key(job.seed, -1, micro, layer.index))
                 layer.module.train()
-            loss, weight = loss_of(job, values, target, -1, micro)
+            loss, weight = loss_of(job, values, target, key(job.seed, -1, micro, len(job.layers)))
             share, counts = evaluation_share(job, micro, loss, weight)
             loss_sum += share
             weight_sum += counts

@@ -1,0 +1,124 @@
+"""Layers stepped by one call of an optimizer: as if each had been stepped by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from culm.runtime.joint import Joint, joined
+from culm.runtime.state import State, Unit
+
+from .jobs import plain
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.2),
+    "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "Adadelta": lambda p: torch.optim.Adadelta(p, lr=0.1),
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=0.1),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.1),
+    "RAdam": lambda p: torch.optim.RAdam(p, lr=0.1),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.1, centered=True, momentum=0.5),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=0.1),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=0.1),
+}
+
+
+class Own(torch.optim.AdamW):
+    """Of the user's: it might look at all its parameters together."""
+
+
+def grouped(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """Matrices decay, biases do not."""
+    given = list(parameters)
+    groups = [
+        {"params": [p for p in given if p.ndim > 1], "weight_decay": 0.3},
+        {"params": [p for p in given if p.ndim < 2], "weight_decay": 0.0, "lr": 0.5},
+    ]
+    return torch.optim.AdamW(groups, lr=0.1)
+
+
+def hooked(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    made = torch.optim.AdamW(parameters, lr=0.1)
+    made.register_step_post_hook(lambda *_: None)
+    return made
+
+
+def state(optimizer: Callable[[Any], Optimizer]) -> State:
+    layers = [partial(nn.Linear, 4, 4)] * 3
+    return State(replace(plain, layers=layers, tied=(), optimizer=optimizer), range(3))
+
+
+def units(of: State) -> list[Unit]:
+    return [unit for _, unit in of.units()]
+
+
+def gradients(of: State, turn: int) -> None:
+    drawn = torch.Generator().manual_seed(turn)
+    for unit in units(of):
+        for parameter in unit.parameters.values():
+            assert parameter.grad is not None
+            parameter.grad.copy_(torch.randn(parameter.shape, generator=drawn))
+
+
+def trained(optimizer: Callable[[Any], Optimizer], *, together: bool) -> State:
+    made = state(optimizer)
+    for turn, factor in enumerate((1.0, 0.5, 0.25)):
+        gradients(made, turn)
+        for one in [made] if together else units(made):
+            one.step(factor)
+    return made
+
+
+@pytest.mark.parametrize("optimizer", [*OPTIMIZERS.values(), grouped, hooked, Own], ids=lambda o: o.__name__)
+def test_what_is_learned_together_is_what_is_learned_apart(optimizer: Callable[[Any], Optimizer]) -> None:
+    one, other = trained(optimizer, together=True), trained(optimizer, together=False)
+    assert one.digests(one.layers) == other.digests(other.layers)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_optimizers_of_torch_are_put_together(optimizer: Callable[[Any], Optimizer]) -> None:
+    (one,) = joined(units(state(optimizer)))
+    assert isinstance(one, Joint)
+    (group,) = one.optimizer.param_groups
+    assert len(group["params"]) == 6
+
+
+def test_groups_with_the_same_settings_stay_together_and_others_apart() -> None:
+    (one,) = joined(units(state(grouped)))
+    assert isinstance(one, Joint)
+    assert [(len(g["params"]), g["weight_decay"], g["lr"]) for g in one.optimizer.param_groups] == [
+        (3, 0.3, 0.1),
+        (3, 0.0, 0.5),
+    ]
+
+
+@pytest.mark.parametrize("optimizer", [hooked, Own, lambda p: torch.optim.SGD(p, lr=torch.tensor(0.1))])
+def test_one_that_is_not_as_torch_made_it_is_left_alone(optimizer: Callable[[Any], Optimizer]) -> None:
+    apart = units(state(optimizer))
+    assert joined(apart) == apart
+
+
+def test_state_that_is_restored_is_gone_on_from_before_the_first_step_and_after() -> None:
+    optimizer = OPTIMIZERS["AdamW"]
+    donor = trained(optimizer, together=True)
+    saved = donor.snapshot().copy()
+    fresh, used = state(optimizer), trained(optimizer, together=True)
+    gradients(used, 9)
+    used.step(1.0)
+    for each in (fresh, used):
+        each.restore(saved)
+    for each in (donor, fresh, used):
+        gradients(each, 5)
+        each.step(1.0)
+    assert donor.digests(range(3)) == fresh.digests(range(3)) == used.digests(range(3))
