@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,12 @@ if TYPE_CHECKING:
 ROOT = str(Path(__file__).parents[1])
 if ROOT not in sys.path:  # of what tests share, and of the benchmarks, which are no part of the installed package
     sys.path.insert(0, ROOT)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: the garbage collector need not look through it, again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

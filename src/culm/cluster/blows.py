@@ -65,8 +65,9 @@ class Blow(Fault):
 
     def matches(self, node: int, step: int, action: str) -> bool:
         """Whether this may be its moment; which time it is, the caller counts."""
-        wanted = (self.at, _weight_half(self.at)) if self.at is not None else (action,)
-        return self.after_s is None and node in self.nodes and self.step in (None, step) and action in wanted
+        if self.after_s is not None or node not in self.nodes or self.step not in (None, step):
+            return False
+        return self.at is None or action in (self.at, _weight_half(self.at))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,10 +27,15 @@ if TYPE_CHECKING:
 __all__ = ["Request", "look", "prepare"]
 
 
-def prepare(job: Job, request: Request, *, progress: Told = lambda *_: None) -> Setup:
-    """Decide everything that can be decided before the first node comes. Raises UsageError in one sentence."""
+def prepare(
+    job: Job, request: Request, *, blueprint: Blueprint | None = None, progress: Told = lambda *_: None
+) -> Setup:
+    """Decide everything that can be decided before the first node comes. Raises UsageError in one sentence.
+
+    `blueprint` is what `look` says of these layers, for who knows it already.
+    """
     _check(job, request)
-    blueprint = look(job)
+    blueprint = blueprint or look(job)
     profile = _profile(job, request, blueprint, progress)
     _check_profile(profile, blueprint.profile)
     pipelines, stages, cuts, why = _shape(job, request, profile)

@@ -3,6 +3,7 @@ nothing to plan again."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -16,13 +17,17 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+_greedy = functools.lru_cache(maxsize=256)(greedy)
+"""Plans are values, so that one process plans a case once, however many plan in it: a simulation has many leaders."""
+
+
 class Plans:
     """The best plans of the cases asked for, each made once. `hits` and `misses` say how often that helped.
 
     A value of its own, not a global: who plans keeps one. `solve` makes a plan; by default the greedy one.
     """
 
-    def __init__(self, solve: Callable[[Case], Rerouted] = greedy) -> None:
+    def __init__(self, solve: Callable[[Case], Rerouted] = _greedy) -> None:
         self._solve = solve
         self._made: dict[Case, Rerouted] = {}
         self.hits = 0

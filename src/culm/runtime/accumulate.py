@@ -7,6 +7,7 @@ in which order, so that any number of pipelines, and any recovery, gives the sam
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -34,25 +35,31 @@ class Accumulator:
         self.parameters = tuple(parameters)
         self.exact = exact
         self.label = label
-        sizes = [p.numel() for p in self.parameters]
+        size = sum(p.numel() for p in self.parameters)
         device = self.parameters[0].device if self.parameters else torch.device("cpu")
         dtype = self.parameters[0].dtype if self.parameters else torch.float32
-        self.gradient = torch.zeros(sum(sizes), dtype=dtype, device=device)
-        self.views = tuple(
-            piece.view(p.shape) for piece, p in zip(self.gradient.split(sizes), self.parameters, strict=True)
-        )
+        self.gradient = torch.zeros(size, dtype=dtype, device=device)
         self.bound = 0
         self.finite = True
         if exact:
-            self.total = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
-            self._pieces = self.total.split(sizes)
+            self.total = torch.zeros(size, dtype=torch.int64, device=device)
         else:
             self.total = self.gradient
             self.attach()
 
+    @functools.cached_property
+    def _views(self) -> list[Tensor]:
+        """The gradient, by parameter."""
+        pieces = zip(self._split(self.gradient), self.parameters, strict=True)
+        return [piece.view(parameter.shape) for piece, parameter in pieces]
+
+    def _split(self, flat: Tensor) -> Sequence[Tensor]:
+        pieces: Sequence[Tensor] = flat.split([p.numel() for p in self.parameters])
+        return pieces
+
     def attach(self) -> None:
         """Let `.grad` be the views: autograd adds into them (fast), the optimizer reads them (both)."""
-        for parameter, view in zip(self.parameters, self.views, strict=True):
+        for parameter, view in zip(self.parameters, self._views, strict=True):
             parameter.grad = view
 
     def absorb(self) -> None:
@@ -63,14 +70,22 @@ class Accumulator:
         """
         if not self.exact:
             return
-        gradients = [(piece, p.grad) for piece, p in zip(self._pieces, self.parameters, strict=True)]
-        found = [(piece, _flat(g)) for piece, g in gradients if g is not None]
+        found = self._found()
         largest = [_largest(g) for _, g in found]
         if all(map(math.isfinite, largest)):
             self._add(found, max(largest, default=0.0))
         else:
             self.finite = False
         self.detach()
+
+    def _found(self) -> list[tuple[Tensor, Tensor]]:
+        """Pieces of the sum, and the gradients that go there. Those of a small layer go together: with few elements a
+        call costs more than what it does."""
+        found = [None if p.grad is None else _flat(p.grad) for p in self.parameters]
+        there = [gradient for gradient in found if gradient is not None]
+        if there and len(there) == len(found) and self.total.numel() <= _BLOCK:
+            return [(self.total, torch.cat(there))]
+        return [(into, g) for into, g in zip(self._split(self.total), found, strict=True) if g is not None]
 
     def _add(self, found: list[tuple[Tensor, Tensor]], largest: float) -> None:
         if largest >= LIMIT:
@@ -113,8 +128,13 @@ def finish(gradient: Tensor, total: Tensor, bound: int, divisor: float, label: s
             f"±{LIMIT:,.0f}: "
             "scale the loss down, or run without exact"
         )
-    for part, into in zip(total.split(_BLOCK), gradient.split(_BLOCK), strict=True):
+    for part, into in zip(_blocks(total), _blocks(gradient), strict=True):
         into.copy_(part.double().mul_(1.0 / SCALE).div_(divisor))
+
+
+def _blocks(values: Tensor) -> Sequence[Tensor]:
+    """Views of so many elements that scratch for them stays in the cache."""
+    return values.split(_BLOCK) if values.numel() > _BLOCK else (values,)
 
 
 def _flat(gradient: Tensor) -> Tensor:
@@ -133,9 +153,11 @@ def _largest(values: Tensor) -> float:
 def _add_scaled(total: Tensor, gradient: Tensor) -> None:
     """total += round(gradient * 2^48), block by block. Scaling by a power of two is exact in any floating type."""
     wide = gradient if gradient.dtype in (torch.float32, torch.float64) else gradient.float()
-    size = min(_BLOCK, wide.numel())
-    scaled = torch.empty(size, dtype=wide.dtype, device=wide.device)
-    whole = torch.empty(size, dtype=torch.int64, device=wide.device)
+    if wide.numel() <= _BLOCK:
+        total.add_(torch.mul(wide, SCALE).round_().to(torch.int64))
+        return
+    scaled = torch.empty(_BLOCK, dtype=wide.dtype, device=wide.device)
+    whole = torch.empty(_BLOCK, dtype=torch.int64, device=wide.device)
     for part, into in zip(wide.split(_BLOCK), total.split(_BLOCK), strict=True):
         n = part.numel()
         torch.mul(part, SCALE, out=scaled[:n]).round_()

@@ -118,15 +118,14 @@ class Book:
     def settle(self, rider: Tensor, dropped: Collection[int] = ()) -> Settled:
         """Read the sum: raises RunError unless every micro-batch was counted exactly once, and dropped ones never."""
         m, n = len(self.counts), len(self.segment.layers)
-        counts = [round(c) for c in rider[:m].tolist()]
+        head = rider[: m + 2 * n].tolist()
+        counts = [round(c) for c in head[:m]]
         wrong = [(micro, c) for micro, c in enumerate(counts) if c != (micro not in dropped)]
         if wrong:
             micro, count = wrong[0]
             due = "though it was dropped" if micro in dropped else "not once"
             raise RunError(f"micro-batch {micro} was counted {count} times in {self.segment.layers[0].label}, {due}")
-        for layer, bound, broken in zip(
-            self.segment.layers, rider[m : m + n].tolist(), rider[m + n : m + 2 * n].tolist(), strict=True
-        ):
+        for layer, bound, broken in zip(self.segment.layers, head[m : m + n], head[m + n :], strict=True):
             layer.accumulator.bound = int(bound)
             layer.accumulator.finite = broken == 0
         rows = rider[m + 2 * n :].view(m, -1)

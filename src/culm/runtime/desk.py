@@ -150,7 +150,10 @@ class Desk:
         self._kept = 0
 
     def step(self, number: int) -> OpenStep:
-        return self.steps.setdefault(number, OpenStep())
+        found = self.steps.get(number)
+        if found is None:
+            found = self.steps[number] = OpenStep()
+        return found
 
     def keep(self, step: int, name: str, made: Tensors) -> None:
         """What an action made stays until the step commits."""

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from culm.cluster.blows import Blow, Kill, Warn
-from culm.cluster.prepare import Request, prepare
+from culm.cluster.prepare import Request, look, prepare
 from culm.cluster.setup import STRATEGIES
 from culm.errors import UsageError
 from culm.job import Job
+from culm.runtime.blueprint import Blueprint
 from culm.schedule import generate
 from culm.testing.cluster import LEASE_S
 from culm.testing.draw import PEERS, SHADOWS, draw_faults
@@ -167,7 +168,7 @@ def face(scenario: Scenario) -> Outcome:
     truth = _truth(learns, scenario.exact, scenario.micro_batches, scenario.steps)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            setup = prepare(job, _request(scenario, folder))
+            setup = prepare(job, _request(scenario, folder), blueprint=_blueprint(learns, scenario.exact))
             run = endure(job, setup, scenario.faults, scenario.seed, truth, zones=scenario.zones)
         except AssertionError as error:
             return Outcome(scenario, failure=str(error))
@@ -188,6 +189,12 @@ def _request(scenario: Scenario, folder: str) -> Request:
         out=folder if kept else None,
         checkpoint_every=1 if kept else 0,
     )
+
+
+@functools.cache
+def _blueprint(features: tuple[str, ...], exact: bool) -> Blueprint:
+    """What the layers look like: the same however many steps and micro-batches there are."""
+    return look(job_of(features, exact, 4))
 
 
 @functools.cache

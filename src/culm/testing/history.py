@@ -30,14 +30,15 @@ class History:
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
-        self.last: dict[int, Entry] = {}
+        self._last: dict[int, tuple[float, int, str]] = {}
+        """By node: when it had done an action, of which step, and its name. Put into words only if somebody asks."""
 
     def note(self, node: int | None, what: str) -> None:
         self.entries.append(Entry(_now(), node, what))
 
     def reached(self, node: int, step: int, action: str) -> None:
         """An action was done."""
-        self.last[node] = Entry(_now(), node, f"was last at {action} of step {step}")
+        self._last[node] = _now(), step, action
 
     def heard(self, change: Change) -> None:
         """A fact of the store has changed."""
@@ -46,7 +47,8 @@ class History:
             self.note(None, what)
 
     def __str__(self) -> str:
-        return "\n".join(str(entry) for entry in (*self.entries, *sorted(self.last.values())))
+        last = (Entry(t, node, f"was last at {did} of step {step}") for node, (t, step, did) in self._last.items())
+        return "\n".join(str(entry) for entry in (*self.entries, *sorted(last)))
 
 
 def told(change: Change) -> str:

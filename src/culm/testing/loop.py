@@ -6,18 +6,24 @@ Code that runs in the loop may belong to a node. Then it can be made to stand st
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
+import heapq
 import selectors
-from collections.abc import Awaitable, Callable, Coroutine
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextvars import Context, ContextVar, copy_context
-from dataclasses import dataclass
 from typing import Any, ParamSpec, Protocol, TypeVar, TypeVarTuple, Unpack
-from weakref import WeakKeyDictionary
 
 A = ParamSpec("A")
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 _node: ContextVar[int | None] = ContextVar("node", default=None)
+_COLLECTED = 50_000
+"""Objects that are made, beyond those that go, between two looks of the garbage collector."""
+_MANY = 64
+"""Tasks of a node that are remembered before those that are done are looked for and forgotten."""
 
 
 class Deadlock(Exception):
@@ -39,35 +45,47 @@ class _NoWaiting(selectors.SelectSelector):
         return []
 
 
-@dataclass(slots=True, eq=False)
-class _Call:
-    """A callback of a node: run when its turn comes, unless the node stands still then."""
+class _Call(asyncio.Handle):
+    """A callback of a node: run when its turn comes; if the node stands still then, when it goes on."""
 
-    loop: VirtualLoop
+    __slots__ = ("held", "node")
+    held: dict[int, list[asyncio.Handle]]
     node: int
-    callback: Callable[..., object]
-    arguments: tuple[Any, ...]
-    context: Context
-    handle: asyncio.Handle | None = None
 
-    def __call__(self) -> None:
-        held = self.loop.held.get(self.node)
-        if held is not None:
-            held.append(self)
-        elif self.handle is None or not self.handle.cancelled():  # it may have been called off while it was held
-            self.callback(*self.arguments)
+    def _run(self) -> None:
+        waiting = self.held.get(self.node)
+        if waiting is None:
+            asyncio.Handle._run(self)
+        else:
+            waiting.append(self)
+
+
+class _Timer(asyncio.TimerHandle):
+    """The same, with a moment."""
+
+    __slots__ = _Call.__slots__
+    held: dict[int, list[asyncio.Handle]]
+    node: int
+    _scheduled: bool
+
+    _run = _Call._run
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
     """Deterministic: callbacks run in the order in which they were asked for, timers in the order of their time.
 
-    Nothing of the outside is heard: threads and sockets have no place in virtual time.
+    Nothing of the outside is heard: threads and sockets have no place in virtual time. What is to run is put where
+    asyncio's own loop looks for it.
     """
+
+    _ready: deque[asyncio.Handle]
+    _scheduled: list[asyncio.TimerHandle]
 
     def __init__(self) -> None:
         self._virtual = [0.0]
-        self._tasks: WeakKeyDictionary[asyncio.Task[Any], int] = WeakKeyDictionary()
-        self.held: dict[int, list[_Call]] = {}
+        self._tasks: dict[int, list[asyncio.Task[Any]]] = {}
+        """By node, in order; some of them may be done."""
+        self.held: dict[int, list[asyncio.Handle]] = {}
         """What nodes that stand still would do now, in order."""
         self._selector_of_time = _NoWaiting(self._virtual)
         super().__init__(self._selector_of_time)
@@ -81,8 +99,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def places(self, node: int) -> list[str]:
         """Where the coroutines of a node are."""
-        tasks = [task for task, owner in self._tasks.items() if owner == node and not task.done()]
-        return [_innermost(task.get_coro()) for task in tasks]
+        return [_innermost(task.get_coro()) for task in self._tasks.get(node, ()) if not task.done()]
 
     def on_node(self, node: int, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run a coroutine as code of a node; whatever it starts belongs to the node too."""
@@ -96,12 +113,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def resume(self, node: int) -> None:
         """The node goes on where it stood, with all that has come meanwhile."""
-        for call in self.held.pop(node, ()):
-            super().call_soon(call, context=call.context)
+        self._ready.extend(self.held.pop(node, ()))
 
     def end(self, node: int) -> None:
         """All that runs on the node is cancelled at once: none of it takes another step but to tidy up."""
-        for task in [task for task, owner in self._tasks.items() if owner == node]:
+        for task in self._tasks.pop(node, ()):
             task.cancel()
         self.resume(node)
 
@@ -110,31 +126,36 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         context = options.get("context")
         node = _node.get() if context is None else context.get(_node)
         if node is not None:
-            self._tasks[task] = node
+            mine = self._tasks.setdefault(node, [])
+            if len(mine) > _MANY:
+                mine[:] = [task for task in mine if not task.done()]
+            mine.append(task)
         return task
 
     def call_soon(
         self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
-        call = self._owned(callback, args, context)
-        if call is None:
+        context = copy_context() if context is None else context
+        node = context.get(_node)
+        if node is None:
             return super().call_soon(callback, *args, context=context)
-        call.handle = super().call_soon(call, context=call.context)
-        return call.handle
+        call = _Call(callback, args, self, context)
+        call.held, call.node = self.held, node
+        self._ready.append(call)
+        return call
 
     def call_at(
         self, when: float, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        call = self._owned(callback, args, context)
-        if call is None:
-            return super().call_at(when, callback, *args, context=context)
-        call.handle = timer = super().call_at(when, call, context=call.context)
-        return timer
-
-    def _owned(self, callback: Any, args: tuple[Any, ...], context: Context | None) -> _Call | None:
         context = copy_context() if context is None else context
         node = context.get(_node)
-        return None if node is None else _Call(self, node, callback, args, context)
+        if node is None:
+            return super().call_at(when, callback, *args, context=context)
+        timer = _Timer(when, callback, args, self, context)
+        timer.held, timer.node = self.held, node
+        heapq.heappush(self._scheduled, timer)
+        timer._scheduled = True
+        return timer
 
 
 def _innermost(coroutine: Any) -> str:
@@ -156,8 +177,20 @@ def virtual_loop() -> VirtualLoop:
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end in virtual time; what is still running then is cancelled. Raises Deadlock."""
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+    with _seldom_collected(), asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)
+
+
+@contextlib.contextmanager
+def _seldom_collected() -> Iterator[None]:
+    """Little of what is made in virtual time is a cycle: the collector would look through much, often, for nothing."""
+    before = gc.get_threshold()
+    if 0 < before[0] < _COLLECTED:
+        gc.set_threshold(_COLLECTED, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 class Hurt(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextvars import Context
 from itertools import product
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+@functools.cache
 def node_of(address: Address) -> int:
     """The node of an endpoint of a simulated cluster: 3 of agent-3 and of worker-3."""
     return int(address.rpartition("-")[2])

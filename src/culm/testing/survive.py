@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import functools
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -161,10 +162,12 @@ def _largest(tensor: Tensor) -> float:
 def varied(seed: int) -> Cost:
     """Virtual seconds for each action, different for each and the same each time: an interleaving for each seed."""
 
-    def cost(node: int, step: int, action: str) -> float:
-        return random.Random(f"{seed} {node} {step} {action}").uniform(0.005, 0.02)
+    return functools.partial(_drawn_s, seed)
 
-    return cost
+
+@functools.lru_cache(100_000)
+def _drawn_s(seed: int, node: int, step: int, action: str) -> float:
+    return random.Random(f"{seed} {node} {step} {action}").uniform(0.005, 0.02)
 
 
 def _schedules(

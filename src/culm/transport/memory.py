@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextvars import Context
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-import torch
 from torch import Tensor
 
 from culm.errors import EpochClosed, NodeLost
@@ -282,5 +281,4 @@ def _copied(tensor: Tensor | None) -> Tensor | None:
     """What would come out of a socket."""
     if tensor is None:
         return None
-    with torch.no_grad():
-        return in_one_piece(tensor).clone().requires_grad_(tensor.requires_grad)
+    return in_one_piece(tensor).clone().requires_grad_(tensor.requires_grad)
