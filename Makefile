@@ -12,6 +12,9 @@ JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
 REAL_JOBS ?= $(shell echo $$(($(JOBS) * 3 / 2)))
 PYTEST = $(BIN)/pytest -q --dist worksteal
 
+# Tests and types are read by several processes, and programs are started many times: compile each file once.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint bench clean
 
@@ -34,7 +37,7 @@ test: lint ## Check style, types and promises; the fast tests come first
 lint: .venv/.developing
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/ruff format --check $(CODE)
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers $(JOBS)
 
 bench: .venv/.installed ## Measure culm beside torch.distributed.pipelining
 	$(BIN)/culm bench pipeline
