@@ -108,11 +108,12 @@ def run(
     probes: Mapping[str, Probe] | None = None,
     progress: Callable[[str], object] = lambda _: None,
 ) -> Result:
-    """Measure every job under every schedule and depth; `progress` gets a line for each row. Factories that are given
-    are used in this process, a row after the other; without them rows have processes and cores of their own.
+    """Measure every job under every schedule and depth; `progress` gets a line for each row. Two factories that are
+    given are used in this process, a row after the other; without them rows have processes and cores of their own.
 
     Raises what a side raises: UsageError before anything was started, RunError when a process of a side died.
     """
+    assert (culm is None) == (torch is None), "a side that is given would be passed over: give both"
     effort = QUICK if quick else FULL
     planned = cases(effort.jobs, stages, schedules)
     progress(setting(cores(), max(stages)))
