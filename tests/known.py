@@ -45,7 +45,9 @@ def ready(job: Job, *, like: Job | None = None, **request: Any) -> Setup:
     return prepare(job, Request(**request), blueprint=_known(like or job).blueprint)
 
 
-def hurt(job: Job, faults: Faults, *, cost: Cost | None = None, latency: float = LATENCY_S, **request: Any) -> Simulated:
+def hurt(
+    job: Job, faults: Faults, *, cost: Cost | None = None, latency: float = LATENCY_S, **request: Any
+) -> Simulated:
     """A run that all these faults struck, and that learned what one process does."""
     run = endure(job, ready(job, **request), faults, 0, truth(job), cost=cost, latency=latency)
     assert not run.missed(faults), run.history
