@@ -10,12 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tests.known import ready, truth
+
 from culm import Job
 from culm.testing import Faults, Simulated
 from culm.testing.chaos import job_of
 from culm.testing.cluster import Cluster, enact
 from culm.testing.survive import differences, varied
-from tests.known import ready, truth
 
 STEPS = 7
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.known import ready, truth
 
 from culm import Job
 from culm.cluster.baselines import crew_of
@@ -22,7 +23,6 @@ from culm.testing import Faults, Simulated, reference
 from culm.testing.chaos import job_of
 from culm.testing.cluster import enact
 from culm.testing.survive import Cost, varied
-from tests.known import ready, truth
 
 STEPS = 6
 BATCH = 16

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.known import ready, truth
 
 from culm.testing.cluster import Simulated, enact
-from tests.known import ready, truth
 
 from .jobs import job, linear
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.known import hurt, truth
 
 from culm import Job
 from culm.errors import NodeLost
 from culm.testing import Faults, Simulated, simulate
 from culm.testing.chaos import job_of
-from tests.known import hurt, truth
 
 STEPS = 6
 AMPLE_S, BRIEF_S = 60.0, 0.4

@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.known import hurt, ready, truth
 
 from culm import Job
 from culm.schedule import Plan
 from culm.testing import Faults, Simulated
 from culm.testing.chaos import job_of
 from culm.testing.cluster import enact
-from tests.known import hurt, ready, truth
 
 from .jobs import job, linear
 

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.known import hurt
 
 from culm import Job
 from culm.errors import UsageError
 from culm.testing import Faults, Simulated
 from culm.testing.chaos import job_of
 from culm.testing.survive import varied
-from tests.known import hurt
 
 STEPS = 8
 

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from tests.known import hurt, truth
 from torch import Tensor, nn
 
 from culm.errors import NodeLost
@@ -24,7 +25,6 @@ from culm.runtime.blueprint import probe
 from culm.runtime.desk import Desk, Holding
 from culm.testing import Faults, Simulated, simulate
 from culm.testing.survive import Cost
-from tests.known import hurt, truth
 
 from .jobs import WIDTH, job, linear
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.known import hurt
 
 from culm import Job
 from culm.checkpoint import Catalog, Storage
@@ -17,7 +18,6 @@ from culm.cluster.saves import Saves
 from culm.runtime.clock import RealClock
 from culm.testing import Faults
 from culm.testing.chaos import job_of
-from tests.known import hurt
 
 STEPS, EVERY = 12, 5
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.known import hurt, truth
 
 from culm import Job
 from culm.api import pickled
@@ -17,7 +18,6 @@ from culm.cluster.setup import Request
 from culm.providers.local import LocalNursery, local_run
 from culm.testing import Faults, Simulated
 from culm.testing.chaos import job_of
-from tests.known import hurt, truth
 
 SHAPE: dict[str, Any] = {"pipelines": 2, "stages": 2, "strategy": "reroute"}
 PATIENCE_S = 60.0

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.known import ready, truth
 
 from culm.job import Job
 from culm.testing import Simulated, Trained, reference
 from culm.testing.cluster import enact
-from tests.known import ready, truth
 
 from .jobs import JOBS, but, everything, forked, stack
 from .samples import sgd

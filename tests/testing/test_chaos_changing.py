@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import pytest
+from tests.known import hurt
 
 from culm import Job
 from culm.cluster.blows import Blow, Join, Kill, Partition, Pause, Warn
@@ -13,7 +14,6 @@ from culm.testing import Faults
 from culm.testing.chaos import Scenario, covered, draw, face, job_of
 from culm.testing.cluster import LEASE_S
 from culm.testing.faults import Wish
-from tests.known import hurt
 
 DRAWN = [draw(seed, changing=True) for seed in range(300)]
 
