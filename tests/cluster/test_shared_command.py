@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import trustme
-from tests.preloaded import Start, forking
+from tests.preloaded import anew
 
 from culm.cli import main
 from culm.cluster.etcd import Access, EtcdStore, parse_access
@@ -23,7 +23,7 @@ from culm.testing import reference
 
 from .etcds import etcd_with, patiently
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.usefixtures("forked")]
 PASSWORD = "the password of the test"
 LIMIT_S = 120
 CULM = str(Path(sys.executable).with_name("culm"))
@@ -175,7 +175,6 @@ def start() -> Iterator[type[Started]]:
 
 def test_a_run_whose_nodes_are_all_elsewhere_comes_to_its_end_and_no_stranger_disturbs_it(
     capsys: pytest.CaptureFixture[str],
-    zygote: Start,
     start: type[Started],
     guarded: Guarded,
     commands: dict[str, list[str]],
@@ -183,7 +182,7 @@ def test_a_run_whose_nodes_are_all_elsewhere_comes_to_its_end_and_no_stranger_di
 ) -> None:
     run = start(*commands["run"], "--local", "0", *guarded.options(), "--json", "--strategy", "reroute")
     agents = [start("agent", "--zone", "a", *guarded.options())]
-    with forking(zygote):  # one of each kind is started anew
+    with anew():
         agents.append(start("agent", "--zone", "b", *guarded.options()))
     assert run.line("step "), run.ended()
     for command in commands.values():
