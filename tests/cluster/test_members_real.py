@@ -83,8 +83,8 @@ def test_a_node_that_stands_still_is_fenced_and_comes_back_as_a_new_one_and_no_b
             for process in processes:
                 os.kill(process, signal.SIGSTOP)
             done = await stepping(run, asyncio.create_task(heard(run, Lost(victim))), done)
-            for process in processes if stopped == "the whole node" else ():
-                os.kill(process, signal.SIGCONT)  # it wakes up in an epoch that is over
+            for process in reversed(processes) if stopped == "the whole node" else ():
+                os.kill(process, signal.SIGCONT)  # it wakes up in an epoch that is over; its agent would end the worker
             done = await stepping(run, asyncio.create_task(heard(run, Came(newcomer))), done)
             done = await stepping(run, asyncio.create_task(run.filled()), done)
             return await finished(run, done), done + 2
