@@ -184,7 +184,7 @@ def test_systems_of_several_processes_train_and_their_memory_is_seen(system: str
     curve, peak = gnn_sides.train_watched(Request(system=system, case=TINY, cores=2))
     assert len(curve.seconds) == len(curve.val) == 3
     assert min(curve.seconds) > 0
-    assert 0.1 < peak < 8
+    assert 0 < peak < 8  # what is forked shares most of its pages, with however many others
 
 
 def test_a_tree_holds_all_that_came_out_of_a_process() -> None:
