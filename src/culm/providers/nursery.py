@@ -364,7 +364,7 @@ def spare_nodes() -> None:
     collector need look at it; and a cache of methods that is full of what imports have looked up would be replaced
     entry by entry, each on a page that nobody else needs."""
     gc.freeze()
-    sys._clear_type_cache()
+    getattr(sys, "_clear_internal_caches", sys._clear_type_cache)()  # its name since Python 3.13
 
 
 def _preload() -> Any:
