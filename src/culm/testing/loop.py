@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import gc
 import heapq
-import selectors
+import itertools
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextvars import Context, ContextVar, copy_context
@@ -30,72 +30,35 @@ class Deadlock(Exception):
     """Everybody waits and no timer is set: in the real world this run would hang for ever."""
 
 
-class _NoWaiting(selectors.SelectSelector):
-    """A selector that never sleeps: it moves the virtual clock instead."""
-
-    def __init__(self, loop_time: list[float]) -> None:
-        super().__init__()
-        self._time = loop_time
-        self.explain: Callable[[], str] = lambda: ""
-
-    def select(self, timeout: float | None = None) -> list[Any]:
-        if timeout is None:
-            raise Deadlock(f"every coroutine waits and no timer is set{self.explain()}")
-        self._time[0] += max(0.0, timeout)
-        return []
-
-
-class _Call(asyncio.Handle):
-    """A callback of a node: run when its turn comes; if the node stands still then, when it goes on."""
-
-    __slots__ = ("held", "node")
-    held: dict[int, list[asyncio.Handle]]
-    node: int
-
-    def _run(self) -> None:
-        waiting = self.held.get(self.node)
-        if waiting is None:
-            asyncio.Handle._run(self)
-        else:
-            waiting.append(self)
-
-
-class _Timer(asyncio.TimerHandle):
-    """The same, with a moment."""
-
-    __slots__ = _Call.__slots__
-    held: dict[int, list[asyncio.Handle]]
-    node: int
-    _scheduled: bool
-
-    _run = _Call._run
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
+class VirtualLoop(asyncio.BaseEventLoop):
     """Deterministic: callbacks run in the order in which they were asked for, timers in the order of their time.
 
     Nothing of the outside is heard: threads and sockets have no place in virtual time. What is to run is put where
-    asyncio's own loop looks for it.
+    asyncio's own loop keeps it.
     """
 
     _ready: deque[asyncio.Handle]
-    _scheduled: list[asyncio.TimerHandle]
+    _scheduled: list[tuple[float, int, asyncio.Handle | asyncio.Future[None]]]
+    """By time, and of one time in the order of being asked for: what is to run, or who sleeps until then."""
+    _stopping: bool
+    _clock_resolution: float
 
     def __init__(self) -> None:
-        self._virtual = [0.0]
+        super().__init__()
+        self._now = 0.0
+        self._numbers = itertools.count()
         self._tasks: dict[int, list[asyncio.Task[Any]]] = {}
         """By node, in order; some of them may be done."""
         self.held: dict[int, list[asyncio.Handle]] = {}
         """What nodes that stand still would do now, in order."""
-        self._selector_of_time = _NoWaiting(self._virtual)
-        super().__init__(self._selector_of_time)
+        self._explain: Callable[[], str] = lambda: ""
 
     def time(self) -> float:
-        return self._virtual[0]
+        return self._now
 
     def explain_deadlocks(self, explain: Callable[[], str]) -> None:
         """Call a function in a deadlock, while everybody still waits, for more to say about it."""
-        self._selector_of_time.explain = explain
+        self._explain = explain
 
     def places(self, node: int) -> list[str]:
         """Where the coroutines of a node are."""
@@ -135,27 +98,54 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def call_soon(
         self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
-        context = copy_context() if context is None else context
-        node = context.get(_node)
-        if node is None:
-            return super().call_soon(callback, *args, context=context)
-        call = _Call(callback, args, self, context)
-        call.held, call.node = self.held, node
+        call = asyncio.Handle(callback, args, self, context)
         self._ready.append(call)
         return call
 
     def call_at(
         self, when: float, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        context = copy_context() if context is None else context
-        node = context.get(_node)
-        if node is None:
-            return super().call_at(when, callback, *args, context=context)
-        timer = _Timer(when, callback, args, self, context)
-        timer.held, timer.node = self.held, node
-        heapq.heappush(self._scheduled, timer)
-        timer._scheduled = True
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        heapq.heappush(self._scheduled, (when, next(self._numbers), timer))
         return timer
+
+    async def sleep(self, seconds: float) -> None:
+        """As asyncio.sleep, which goes a longer way."""
+        if seconds <= 0:
+            await asyncio.sleep(0)
+            return
+        waking = asyncio.Future[None](loop=self)
+        heapq.heappush(self._scheduled, (self._now + seconds, next(self._numbers), waking))
+        await waking
+
+    def _run_once(self) -> None:
+        """What asyncio's loop calls over and over: here a whole run, until it is stopped."""
+        ready, held = self._ready, self.held
+        while not self._stopping:
+            self._look_at_the_clock()
+            for _ in range(len(ready)):
+                call = ready.popleft()
+                if held and (node := call._context.get(_node)) in held:
+                    held[node].append(call)
+                elif not call._cancelled:
+                    call._run()
+
+    def _look_at_the_clock(self) -> None:
+        """Time passes when nobody has anything to do."""
+        scheduled = self._scheduled
+        while scheduled and scheduled[0][2].cancelled():
+            heapq.heappop(scheduled)
+        if not self._ready:
+            if not scheduled:
+                raise Deadlock(f"every coroutine waits and no timer is set{self._explain()}")
+            self._now += max(0.0, scheduled[0][0] - self._now)
+        now = self._now + self._clock_resolution
+        while scheduled and scheduled[0][0] < now:
+            due = heapq.heappop(scheduled)[2]
+            if isinstance(due, asyncio.Handle):
+                self._ready.append(due)
+            elif not due.done():
+                due.set_result(None)
 
 
 def _innermost(coroutine: Any) -> str:
@@ -214,15 +204,15 @@ class VirtualClock:
         return asyncio.get_running_loop().time()
 
     async def sleep(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
+        await virtual_loop().sleep(seconds)
 
     async def work(self, node: int, step: int, action: str) -> None:
-        await asyncio.sleep(self._cost(node, step, action))
+        await virtual_loop().sleep(self._cost(node, step, action))
         if self.hurt is not None:
             await self.hurt.reached(node, step, action)
 
     async def aside(self, slow: Callable[A, T], *args: A.args, **kwargs: A.kwargs) -> T:
-        await asyncio.sleep(0.0 if self.hurt is None else self.hurt.disk_s(_node.get()))
+        await virtual_loop().sleep(0.0 if self.hurt is None else self.hurt.disk_s(_node.get()))
         return slow(*args, **kwargs)
 
     def struck_at(self, node: int) -> float | None:
