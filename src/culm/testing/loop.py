@@ -84,6 +84,12 @@ class VirtualLoop(asyncio.BaseEventLoop):
             task.cancel()
         self.resume(node)
 
+    def close(self) -> None:
+        """What ran here is forgotten at once, and need not be found by the garbage collector."""
+        super().close()
+        self._tasks.clear()
+        self._explain = lambda: ""
+
     def create_task(self, coro: Any, **options: Any) -> asyncio.Task[Any]:
         task = super().create_task(coro, **options)
         context = options.get("context")
@@ -109,43 +115,39 @@ class VirtualLoop(asyncio.BaseEventLoop):
         heapq.heappush(self._scheduled, (when, next(self._numbers), timer))
         return timer
 
-    async def sleep(self, seconds: float) -> None:
-        """As asyncio.sleep, which goes a longer way."""
-        if seconds <= 0:
-            await asyncio.sleep(0)
-            return
-        waking = asyncio.Future[None](loop=self)
+    def after(self, seconds: float) -> asyncio.Future[None]:
+        """Done after so long: a shorter way than asyncio.sleep."""
+        waking: asyncio.Future[None] = self.create_future()
         heapq.heappush(self._scheduled, (self._now + seconds, next(self._numbers), waking))
-        await waking
+        return waking
 
     def _run_once(self) -> None:
-        """What asyncio's loop calls over and over: here a whole run, until it is stopped."""
-        ready, held = self._ready, self.held
+        """What asyncio calls over and over for one round: here all of them, until the loop is stopped."""
+        ready, scheduled, held = self._ready, self._scheduled, self.held
         while not self._stopping:
-            self._look_at_the_clock()
+            if not ready:
+                self._pass_time()
+            while scheduled and scheduled[0][0] < self._now + self._clock_resolution:
+                due = heapq.heappop(scheduled)[2]
+                if isinstance(due, asyncio.Handle):
+                    ready.append(due)
+                elif not due.done():
+                    due.set_result(None)
             for _ in range(len(ready)):
-                call = ready.popleft()
+                call: Any = ready.popleft()  # typeshed does not know that it has a context
                 if held and (node := call._context.get(_node)) in held:
                     held[node].append(call)
                 elif not call._cancelled:
                     call._run()
 
-    def _look_at_the_clock(self) -> None:
-        """Time passes when nobody has anything to do."""
+    def _pass_time(self) -> None:
+        """Nobody has anything to do: it is the time of the first who waits for one."""
         scheduled = self._scheduled
         while scheduled and scheduled[0][2].cancelled():
             heapq.heappop(scheduled)
-        if not self._ready:
-            if not scheduled:
-                raise Deadlock(f"every coroutine waits and no timer is set{self._explain()}")
-            self._now += max(0.0, scheduled[0][0] - self._now)
-        now = self._now + self._clock_resolution
-        while scheduled and scheduled[0][0] < now:
-            due = heapq.heappop(scheduled)[2]
-            if isinstance(due, asyncio.Handle):
-                self._ready.append(due)
-            elif not due.done():
-                due.set_result(None)
+        if not scheduled:
+            raise Deadlock(f"every coroutine waits and no timer is set{self._explain()}")
+        self._now += max(0.0, scheduled[0][0] - self._now)
 
 
 def _innermost(coroutine: Any) -> str:
@@ -183,11 +185,16 @@ def _seldom_collected() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
+def _passing(seconds: float) -> Awaitable[None]:
+    """As asyncio.sleep."""
+    return virtual_loop().after(seconds) if seconds > 0 else asyncio.sleep(0)
+
+
 class Hurt(Protocol):
     """What may befall a node while it works."""
 
-    def reached(self, node: int, step: int, action: str) -> Awaitable[None]:
-        """A node has done an action and nobody knows of it yet. May not return: the node is gone, or stands still."""
+    def reached(self, node: int, step: int, action: str) -> bool:
+        """A node has done an action and nobody knows of it yet. Whether something strikes now, that node or another."""
 
     def disk_s(self, node: int | None) -> float:
         """How long a call of the outside takes on a node."""
@@ -204,15 +211,15 @@ class VirtualClock:
         return asyncio.get_running_loop().time()
 
     async def sleep(self, seconds: float) -> None:
-        await virtual_loop().sleep(seconds)
+        await _passing(seconds)
 
     async def work(self, node: int, step: int, action: str) -> None:
-        await virtual_loop().sleep(self._cost(node, step, action))
-        if self.hurt is not None:
-            await self.hurt.reached(node, step, action)
+        await _passing(self._cost(node, step, action))
+        if self.hurt is not None and self.hurt.reached(node, step, action):
+            await asyncio.sleep(0)  # where it befalls this node, this is as far as it gets
 
     async def aside(self, slow: Callable[A, T], *args: A.args, **kwargs: A.kwargs) -> T:
-        await virtual_loop().sleep(0.0 if self.hurt is None else self.hurt.disk_s(_node.get()))
+        await _passing(0.0 if self.hurt is None else self.hurt.disk_s(_node.get()))
         return slow(*args, **kwargs)
 
     def struck_at(self, node: int) -> float | None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import Context
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -39,17 +37,16 @@ Way: TypeAlias = Callable[[Parcel], Passage | None]
 
 
 class MemoryNetwork:
-    """All endpoints of a simulated cluster. `latency` is the virtual seconds that anything takes to arrive.
+    """All endpoints of a simulated cluster, in virtual time. `latency` is the seconds that anything takes to arrive.
 
     What is sent first arrives first, over the whole network; where `way` says otherwise, at least over a connection.
     """
 
     def __init__(self, latency: float = 0.0) -> None:
         self.latency = latency
-        self.way: Way = lambda _: Passage(latency)
+        usual = Passage(latency)
+        self.way: Way = lambda _: usual
         self.endpoints: dict[Address, MemoryTransport] = {}
-        self._travelling: list[tuple[float, int, Parcel, Callable[[], None]]] = []
-        self._numbers = itertools.count()
         self._latest: dict[tuple[Address, Address], float] = {}
         self._silenced: set[Address] = set()
         self._sums: dict[tuple[Key, int], _Sum] = {}
@@ -108,14 +105,11 @@ class MemoryNetwork:
         if passage.in_order:
             link = (parcel.source, parcel.target)
             when = self._latest[link] = max(when, self._latest.get(link, when))
-        # Timers of one moment have no order of their own: the number gives them one.
-        heapq.heappush(self._travelling, (when, next(self._numbers), parcel, lambda: arrive(*arguments)))
-        loop.call_at(when, self._arrive, context=self._context)
+        loop.call_at(when, self._arrive, parcel, arrive, arguments, context=self._context)
 
-    def _arrive(self) -> None:
-        _, _, parcel, arrive = heapq.heappop(self._travelling)
+    def _arrive(self, parcel: Parcel, arrive: Callable[..., None], arguments: Sequence[Any]) -> None:
         if parcel.kind == "loss" or parcel.source not in self._silenced:
-            arrive()
+            arrive(*arguments)
 
     def waits(self) -> list[str]:
         """What endpoints wait for, in words: frames that have not come, and sums that are not complete."""
