@@ -167,15 +167,13 @@ def virtual_loop() -> VirtualLoop:
     return loop
 
 
-def run_virtual(main: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end in virtual time; what is still running then is cancelled. Raises Deadlock."""
-    with _seldom_collected(), asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(main)
-
-
 @contextlib.contextmanager
-def _seldom_collected() -> Iterator[None]:
-    """Little of what is made in virtual time is a cycle: the collector would look through much, often, for nothing."""
+def seldom_collected() -> Iterator[None]:
+    """Little of what is made in virtual time is a cycle: the collector would look through much, often, for nothing.
+
+    It looks when this ends. Around all that knows of a run, it finds that gone: what it finds in use it would keep for
+    later, to look through all that several runs have left, which is long out of the processor's cache.
+    """
     before = gc.get_threshold()
     if 0 < before[0] < _COLLECTED:
         gc.set_threshold(_COLLECTED, *before[1:])
@@ -183,6 +181,13 @@ def _seldom_collected() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
+
+
+@seldom_collected()
+def run_virtual(main: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end in virtual time; what is still running then is cancelled. Raises Deadlock."""
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(main)
 
 
 def _passing(seconds: float) -> Awaitable[None]:
