@@ -83,12 +83,14 @@ def best(lots: Sequence[Lot], floor: Floor, home: Mapping[tuple[int, int], int],
 def _tries(
     lots: Sequence[Lot], floor: Floor, own: Mapping[tuple[int, int], int], rest: Outlook, found: Sequence[Placed]
 ) -> Iterator[Placed]:
+    tried: list[dict[Lot, int]] = []
     for way in ("own", "anywhere", "divided"):
         homes = _homes(lots, own) if way == "own" else divided(lots, floor, rest.idle) if way == "divided" else {}
-        for by_chain in (False, True):
+        for by_chain in (False, True) if homes not in tried else ():
             yield _Pass(lots, floor, homes, by_chain).run()
-    for placed in sorted(found, key=lambda placed: placed.makespan):
-        yield Placed(*shortened(placed.lists, floor, rest.bound))
+        tried.append(homes)
+    for lists in dict.fromkeys(placed.lists for placed in sorted(found, key=lambda placed: placed.makespan)):
+        yield Placed(*shortened(lists, floor, rest.bound))
 
 
 def _homes(lots: Sequence[Lot], home: Mapping[tuple[int, int], int]) -> dict[Lot, int]:
@@ -226,11 +228,14 @@ class _Pass:
                 self._start(worker, heappop(queue)[1], now)
 
     def _best(self, worker: int) -> list[_Ready] | None:
-        queues = [self.bound[worker], *(queue for those, queue in self.shared.items() if worker in those)]
-        open_queues = [queue for queue in queues if queue and self._has_room(worker, queue[0][1])]
-        if not open_queues and queues[0]:
-            return self._past_forwards(worker)
-        return min(open_queues, key=lambda queue: queue[0]) if open_queues else None
+        own = self.bound[worker]
+        queues = [own] if own else []
+        queues += [queue for those, queue in self.shared.items() if queue and worker in those]
+        if self.floor.ahead is not None:
+            queues = [queue for queue in queues if self._has_room(worker, queue[0][1])]
+            if not queues and own:
+                return self._past_forwards(worker)
+        return min(queues, key=lambda queue: queue[0]) if len(queues) > 1 else queues[0] if queues else None
 
     def _has_room(self, worker: int, number: int) -> bool:
         lot = self.lots[number]
