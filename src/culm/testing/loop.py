@@ -45,7 +45,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def __init__(self) -> None:
         super().__init__()
-        self._now = 0.0
+        self.now = 0.0
+        """What `time` says: much asked for."""
         self._numbers = itertools.count()
         self._tasks: dict[int, list[asyncio.Task[Any]]] = {}
         """By node, in order; some of them may be done."""
@@ -54,7 +55,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._explain: Callable[[], str] = lambda: ""
 
     def time(self) -> float:
-        return self._now
+        return self.now
 
     def explain_deadlocks(self, explain: Callable[[], str]) -> None:
         """Call a function in a deadlock, while everybody still waits, for more to say about it."""
@@ -118,7 +119,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def after(self, seconds: float) -> asyncio.Future[None]:
         """Done after so long: a shorter way than asyncio.sleep."""
         waking: asyncio.Future[None] = self.create_future()
-        heapq.heappush(self._scheduled, (self._now + seconds, next(self._numbers), waking))
+        heapq.heappush(self._scheduled, (self.now + seconds, next(self._numbers), waking))
         return waking
 
     def _run_once(self) -> None:
@@ -127,7 +128,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         while not self._stopping:
             if not ready:
                 self._pass_time()
-            while scheduled and scheduled[0][0] < self._now + self._clock_resolution:
+            while scheduled and scheduled[0][0] < self.now + self._clock_resolution:
                 due = heapq.heappop(scheduled)[2]
                 if isinstance(due, asyncio.Handle):
                     ready.append(due)
@@ -147,7 +148,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             heapq.heappop(scheduled)
         if not scheduled:
             raise Deadlock(f"every coroutine waits and no timer is set{self._explain()}")
-        self._now += max(0.0, scheduled[0][0] - self._now)
+        self.now += max(0.0, scheduled[0][0] - self.now)
 
 
 def _innermost(coroutine: Any) -> str:
@@ -213,7 +214,7 @@ class VirtualClock:
         self.hurt: Hurt | None = None
 
     def now(self) -> float:
-        return asyncio.get_running_loop().time()
+        return virtual_loop().now
 
     async def sleep(self, seconds: float) -> None:
         await _passing(seconds)

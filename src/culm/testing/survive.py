@@ -195,7 +195,8 @@ async def _impatient(cluster: Cluster) -> None:
     epochs = 0
     while epochs < ENDLESS:
         try:
-            key, _ = await asyncio.wait_for(news.get(), PATIENCE_S)
+            async with asyncio.timeout(PATIENCE_S):  # wait_for makes a task for each of them
+                key, _ = await news.get()
         except TimeoutError:
             raise Deadlock(f"nothing has happened for {PATIENCE_S:g} s of virtual time{cluster.waits()}") from None
         epochs = 0 if key == "step" else epochs + (key == "epoch")
