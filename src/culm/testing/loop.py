@@ -45,8 +45,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = 0.0
-        """What `time` says: much asked for."""
+        self._now = 0.0
         self._numbers = itertools.count()
         self._tasks: dict[int, list[asyncio.Task[Any]]] = {}
         """By node, in order; some of them may be done."""
@@ -55,7 +54,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._explain: Callable[[], str] = lambda: ""
 
     def time(self) -> float:
-        return self.now
+        return self._now
 
     def explain_deadlocks(self, explain: Callable[[], str]) -> None:
         """Call a function in a deadlock, while everybody still waits, for more to say about it."""
@@ -119,7 +118,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def after(self, seconds: float) -> asyncio.Future[None]:
         """Done after so long: a shorter way than asyncio.sleep."""
         waking: asyncio.Future[None] = self.create_future()
-        heapq.heappush(self._scheduled, (self.now + seconds, next(self._numbers), waking))
+        heapq.heappush(self._scheduled, (self._now + seconds, next(self._numbers), waking))
         return waking
 
     def _run_once(self) -> None:
@@ -128,7 +127,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         while not self._stopping:
             if not ready:
                 self._pass_time()
-            while scheduled and scheduled[0][0] < self.now + self._clock_resolution:
+            while scheduled and scheduled[0][0] < self._now + self._clock_resolution:
                 due = heapq.heappop(scheduled)[2]
                 if isinstance(due, asyncio.Handle):
                     ready.append(due)
@@ -148,7 +147,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             heapq.heappop(scheduled)
         if not scheduled:
             raise Deadlock(f"every coroutine waits and no timer is set{self._explain()}")
-        self.now += max(0.0, scheduled[0][0] - self.now)
+        self._now += max(0.0, scheduled[0][0] - self._now)
 
 
 def _innermost(coroutine: Any) -> str:
@@ -214,7 +213,7 @@ class VirtualClock:
         self.hurt: Hurt | None = None
 
     def now(self) -> float:
-        return virtual_loop().now
+        return asyncio.get_running_loop().time()
 
     async def sleep(self, seconds: float) -> None:
         await _passing(seconds)

@@ -167,7 +167,12 @@ def varied(seed: int) -> Cost:
 
 @functools.lru_cache(100_000)
 def _drawn_s(seed: int, node: int, step: int, action: str) -> float:
-    return random.Random(f"{seed} {node} {step} {action}").uniform(0.005, 0.02)
+    _dice.seed(f"{seed} {node} {step} {action}")
+    return _dice.uniform(0.005, 0.02)
+
+
+_dice = random.Random()
+"""Seeded for each draw: to make a generator takes longer than to seed one."""
 
 
 def _schedules(
