@@ -121,6 +121,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
         heapq.heappush(self._scheduled, (self._now + seconds, next(self._numbers), waking))
         return waking
 
+    def _write_to_self(self) -> None:
+        """Nobody has to be woken: the loop never sleeps."""
+
     def _run_once(self) -> None:
         """What asyncio calls over and over for one round: here all of them, until the loop is stopped."""
         ready, scheduled, held = self._ready, self._scheduled, self.held
