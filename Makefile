@@ -54,4 +54,6 @@ clean: ## Remove the environment, the caches and the demo
 
 .venv/.developing: .venv/.installed
 	$(INSTALL) --editable '.[dev]'
+	echo 'import aiohttp, hypothesis, msgspec, numpy, pytest, rich, torch.distributed.checkpoint, typer' > .venv/libraries.py
+	$(BIN)/mypy --num-workers $(JOBS) .venv/libraries.py  # the types of libraries, which do not change with the code
 	touch $@

@@ -7,8 +7,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from culm.checkpoint import Catalog, Storage, export
 from culm.errors import CheckpointError, UsageError
@@ -141,6 +139,9 @@ def test_a_tied_group_of_which_nothing_is_stored_is_an_error(tmp_path: Path) -> 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torch_reads_the_folder_of_a_step_with_its_own_safetensors_reader(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
     catalog = Catalog(Storage(tmp_path))
     catalog.write_shard(6, catalog.shard_name(6, 9), {"0.weight": torch.zeros(3, 2)})
     save(catalog, 6, workers=3)

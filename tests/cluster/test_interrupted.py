@@ -29,7 +29,6 @@ Shares: TypeAlias = dict[tuple[int, int, int], torch.Tensor]
 """By step, layer and micro-batch: what was added to the sum of the layer."""
 described = job(layers=[linear] * 6, steps=STEP + 3, exact=True)
 """Two layers to a segment: an add could be cut off between them. Exact: sums of integers can be compared."""
-truth = reference(described)
 
 
 @pytest.fixture
@@ -92,6 +91,7 @@ def test_whenever_a_halt_comes_a_sum_has_a_micro_batch_in_all_layers_or_in_none_
     monkeypatch.setattr(Desk, "standing", reported)
     setup = prepare(described, Request(pipelines=2, stages=3, schedule=schedule, strategy="reroute"))
     moments = ("1F0", "1B0", "1F1", "1B1", "1R") if schedule == "1f1b" else ("1F1", "1I0", "1W0", "1I1", "1W1", "1R")
+    truth = reference(described)
     for at in moments:
         faults = Faults().kill(1, at=at, step=STEP)
         assert not endure(described, setup, faults, 0, truth, cost=uneven).missed(faults)

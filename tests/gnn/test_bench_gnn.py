@@ -10,6 +10,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,6 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-pytest.importorskip("torch_geometric")
 from benchmarks.gnn_case import Case, Curve, Request
 
 from benchmarks import gnn, gnn_accuracy, gnn_ceiling, gnn_machine, gnn_ours, gnn_peers, gnn_sides
@@ -27,6 +27,7 @@ from culm.errors import RunError
 from culm.gnn.graph import TRAIN
 from culm.gnn.ledger import Evaluation
 
+pytestmark = pytest.mark.skipif(find_spec("torch_geometric") is None, reason="PyG is measured beside culm")
 TINY = Case(graph="gen:sbm,vertices=200,classes=3,degree=8", hidden=8, epochs=3, fanout=4, batch=32)
 SECONDS = {
     "culm-async": 1.0,

@@ -8,6 +8,8 @@ import json
 import sys
 import zipfile
 from dataclasses import asdict, replace
+from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -26,9 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-moto = pytest.importorskip("moto")
-boto3 = pytest.importorskip("boto3")
-
+pytestmark = pytest.mark.skipif(not (find_spec("moto") and find_spec("boto3")), reason="moto stands in for AWS")
 STANDIN = standin.named(standin.serve)
 TICKET = Ticket("r1", "secret", "54.1.2.3", 4000, 3600)
 MINUTE = """
@@ -40,6 +40,11 @@ class Context:
         return 60_000
 print(json.dumps(handler(json.loads(sys.argv[2]), Context())))
 """
+
+
+def aws() -> Any:
+    """boto3, which takes its time to import."""
+    return import_module("boto3")
 
 
 class Minute:
@@ -55,8 +60,8 @@ def role(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "testing")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    with moto.mock_aws(config={"lambda": {"use_docker": False}}):
-        made = boto3.client("iam").create_role(RoleName="culm", AssumeRolePolicyDocument="{}")
+    with import_module("moto").mock_aws(config={"lambda": {"use_docker": False}}):
+        made = aws().client("iam").create_role(RoleName="culm", AssumeRolePolicyDocument="{}")
         yield made["Role"]["Arn"]
 
 
@@ -64,14 +69,14 @@ def role(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Invocations that were asked for."""
     made: list[dict[str, Any]] = []
-    client = boto3.client
+    client = aws().client
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         found = client(*args, **kwargs)
         found.meta.events.register("provide-client-params.lambda.Invoke", lambda params, **_: made.append(params))
         return found
 
-    monkeypatch.setattr(boto3, "client", watched)
+    monkeypatch.setattr(aws(), "client", watched)
     return made
 
 
@@ -133,7 +138,7 @@ def test_the_function_is_created_once_and_invoked_without_waiting(role: str, cal
     launcher = launched(role, memory_mb=512)
     launch(launcher, 3)
     launch(launcher, 1)
-    client = boto3.client("lambda")
+    client = aws().client("lambda")
     made = client.get_function_configuration(FunctionName="culm-worker")
     assert (made["MemorySize"], made["Timeout"], made["Handler"]) == (512, 900, "culm.gnn.launch.handler.handler")
     assert made["Runtime"] == f"python3.{sys.version_info.minor}"
@@ -145,7 +150,7 @@ def test_the_function_is_created_once_and_invoked_without_waiting(role: str, cal
 @pytest.mark.real
 def test_events_are_neither_repeated_nor_kept(role: str) -> None:
     launch(launched(role), 0)
-    kept = boto3.client("lambda").get_function_event_invoke_config(FunctionName="culm-worker")
+    kept = aws().client("lambda").get_function_event_invoke_config(FunctionName="culm-worker")
     assert (kept["MaximumRetryAttempts"], kept["MaximumEventAgeInSeconds"]) == (0, 60)
 
 
@@ -154,7 +159,7 @@ def test_a_function_of_older_code_or_other_settings_is_brought_up_to_date(
     role: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launch(launched(role, memory_mb=512), 0)
-    client = boto3.client("lambda")
+    client = aws().client("lambda")
     before = client.get_function_configuration(FunctionName="culm-worker")["CodeSha256"]
     current = package(STANDIN)
     buffer = io.BytesIO(current.content)
@@ -175,9 +180,9 @@ def test_a_zip_that_is_too_large_for_the_api_goes_through_a_bucket(role: str, mo
     monkeypatch.setattr(awslambda, "UPLOAD_LIMIT", 10)
     with pytest.raises(UsageError, match="bucket=NAME"):
         launch(launched(role), 0)
-    boto3.client("s3").create_bucket(Bucket="code")
+    aws().client("s3").create_bucket(Bucket="code")
     launch(launched(role, bucket="code"), 0)
-    made = boto3.client("lambda").get_function_configuration(FunctionName="culm-worker")
+    made = aws().client("lambda").get_function_configuration(FunctionName="culm-worker")
     assert made["CodeSha256"] == Package(buffer.getvalue(), 0).sha256
 
 

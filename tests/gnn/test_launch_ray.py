@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import sys
+from importlib.util import find_spec
 
 import pytest
 
 from culm.errors import RunError, UsageError
 from culm.gnn.launch.base import Ticket
+from culm.gnn.launch.ray import RayLauncher
 
 from . import launch_standin as standin
 
-ray = pytest.importorskip("ray")
-from culm.gnn.launch.ray import RayLauncher  # noqa: E402
-
-pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning")]
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning"),
+]
 
 
 def test_workers_on_a_ray_cluster_dial_back_and_end_with_the_launcher() -> None:
@@ -39,14 +43,14 @@ def test_workers_on_a_ray_cluster_dial_back_and_end_with_the_launcher() -> None:
     pids = asyncio.run(story())
     assert len(set(pids)) == 3
     assert all(map(standin.ended, pids))
-    assert not ray.is_initialized()
+    assert not importlib.import_module("ray").is_initialized()
 
 
 def test_a_cluster_that_is_not_there_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(**_: object) -> None:
         raise ConnectionError("no route")
 
-    monkeypatch.setattr(ray, "init", refuse)
+    monkeypatch.setattr(importlib.import_module("ray"), "init", refuse)
 
     async def story() -> None:
         launcher = RayLauncher(address="ray://10.0.0.9:10001", entry=standin.named(standin.serve))

@@ -11,12 +11,9 @@ import pytest
 
 from culm.schedule import Kind, Plan, check, generate
 
-pytest.importorskip("torch")
-schedules: Any = pytest.importorskip("torch.distributed.pipelining.schedules")
-
 
 def helper(*path: str) -> Any:
-    found = schedules
+    found: Any = pytest.importorskip("torch.distributed.pipelining.schedules")
     for name in path:
         found = getattr(found, name, None)
     if found is None:
