@@ -93,8 +93,10 @@ class _Peak:
         over = threading.Event()
 
         def look() -> None:
-            while not over.wait(_LOOK_S):
+            while True:
                 self.gib = max(self.gib, sum(map(_pss, tree(root))) / 2**20)
+                if over.wait(_LOOK_S):
+                    return
 
         thread = threading.Thread(target=look)
         thread.start()

@@ -35,13 +35,15 @@ class Ranks:
     def __init__(self, workers: int) -> None:
         if workers < 1:
             raise UsageError(f"workers is {workers}: use at least 1")
-        # The store lives here, on a port that the system chose: no race for a free one, no file to remove.
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._wires: list[connection.Connection[Any, Any]] = []
         try:
-            for rank in range(workers):
-                self._start().send((rank, workers, self._store.port))
+            for _ in range(workers):
+                self._start()  # they import torch while the store, and its threads, come up
+            # The store lives here, on a port that the system chose: no race for a free one, no file to remove.
+            self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            for rank, wire in enumerate(self._wires):
+                wire.send((rank, workers, self._store.port))
             self._gather("start")
             pin(self.pids)
         except BaseException:
@@ -83,7 +85,7 @@ class Ranks:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _start(self) -> connection.Connection[Any, Any]:
+    def _start(self) -> None:
         ours, theirs = Pipe()
         with theirs:
             process = subprocess.Popen(
@@ -96,7 +98,6 @@ class Ranks:
             )
         self._processes.append(process)
         self._wires.append(ours)
-        return ours
 
     def _gather(self, command: str) -> list[Any]:
         answers: dict[int, tuple[str, Any]] = {}

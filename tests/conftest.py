@@ -47,6 +47,15 @@ def forked(zygote: Start) -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def anew() -> Iterator[None]:
+    """Programs that a test starts are started anew, whatever the rest of its module does."""
+    from tests import preloaded
+
+    with preloaded.anew():
+        yield
+
+
 @pytest.fixture(scope="session")
 def nursery(zygote: Start) -> Iterator[LocalNursery]:
     """One process with torch imported that real nodes come out of; tests that use it are marked `real`."""

@@ -33,8 +33,8 @@ import msgspec
 
 ROOT = Path(__file__).parents[1]
 COMMAND = str(Path(sys.executable).with_name("culm"))
-OURS = ("culm", "culm.providers.nursery", "culm.gnn.launch.nursery", "benchmarks.rank")
-"""Modules that are programs."""
+OURS = ("culm", "culm.providers.nursery", "culm.gnn.launch.nursery")
+"""Modules that are programs, beside those of benchmarks and tests."""
 BEFORE_TORCH = {
     "OMP_WAIT_POLICY": "PASSIVE",
     "TORCH_CPP_LOG_LEVEL": "FATAL",
@@ -115,7 +115,9 @@ _PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 def _is_ours(arguments: list[str]) -> bool:
     """`culm ...` or `python [-u] -m module ...`; other options of python change what a start is."""
     words = [word for word in arguments[:4] if word != "-u"]
-    return words[:1] == [COMMAND] or (words[:2] == [sys.executable, "-m"] and words[2] in OURS)
+    if words[:2] == [sys.executable, "-m"]:
+        return words[2] in OURS or words[2].startswith(("benchmarks.", "tests."))
+    return words[:1] == [COMMAND]
 
 
 @contextlib.contextmanager
@@ -129,50 +131,81 @@ def forking(start: Start) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def zygote() -> Iterator[Start]:
-    """A process that forks programs; it ends with us."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    path = os.pathsep.join(str(Path(place).absolute()) for place in sys.path)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.preloaded", str(theirs.fileno())],
-        cwd=ROOT,
-        pass_fds=[theirs.fileno()],
-        stdin=subprocess.DEVNULL,
-        env=os.environ | BEFORE_TORCH | {"PYTHONPATH": path},
-    )
-    theirs.close()
+def anew() -> Iterator[None]:
+    """Whoever starts a program gets it started anew, where others are forked, too."""
+    usual, Popen.start = Popen.start, None
+    try:
+        yield
+    finally:
+        Popen.start = usual
 
+
+@contextlib.contextmanager
+def zygote() -> Iterator[Start]:
+    """A process that forks programs: one for all that run tests together. It ends with the last of them."""
+    name = f"\0culm-zygote-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}"
+    ours = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with contextlib.ExitStack() as stack:
+        with Path(__file__).open() as turn:
+            fcntl.flock(turn, fcntl.LOCK_EX)  # the first to come starts it
+            try:
+                ours.connect(name)
+            except ConnectionRefusedError:
+                stack.enter_context(_started(name))
+                ours.connect(name)
+        yield _asking(stack.enter_context(ours))
+
+
+def _started(name: str) -> subprocess.Popen[bytes]:
+    """A zygote that can be reached under a name from now on, and listens when it has imported everything."""
+    path = os.pathsep.join(str(Path(place).absolute()) for place in sys.path)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
+        door.bind(name)
+        door.listen()
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.preloaded", str(door.fileno())],
+            cwd=ROOT,
+            pass_fds=[door.fileno()],
+            stdin=subprocess.DEVNULL,
+            env=os.environ | BEFORE_TORCH | {"PYTHONPATH": path},
+        )
+
+
+def _asking(zygote: socket.socket) -> Start:
     def start(program: Program, descriptors: list[int]) -> Started:
         mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with its:
-            socket.send_fds(ours, [msgspec.msgpack.encode(program)], [its.fileno(), *descriptors])
+            socket.send_fds(zygote, [msgspec.msgpack.encode(program)], [its.fileno(), *descriptors])
         return int(mine.recv(64)), mine
 
-    with process, ours:
-        yield start
+    return start
 
 
-def _serve(control: socket.socket) -> None:
-    """Fork programs, and tell of their ends, until nobody asks any more."""
+def _serve(door: socket.socket) -> None:
+    """Fork programs, and tell of their ends, until nobody is left who could ask."""
     running: dict[int, tuple[int, socket.socket]] = {}
-    while True:
-        ready = select.select([control.fileno(), *running], [], [])[0]
+    askers = {(first := door.accept()[0]).fileno(): first}
+    while askers:
+        ready = select.select([door.fileno(), *askers, *running], [], [])[0]
         for ended in [found for found in ready if found in running]:
-            pid, asker = running.pop(ended)
+            pid, told = running.pop(ended)
             os.close(ended)
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            with asker, contextlib.suppress(BrokenPipeError):
-                asker.send(str(code).encode())
-        if control.fileno() not in ready:
-            continue
-        message, descriptors, *_ = socket.recv_fds(control, 1 << 20, 64)
-        if not message:
-            return
-        asker = socket.socket(fileno=descriptors[0])
-        pid = _fork(msgspec.msgpack.decode(message, type=Program), descriptors[1:], asker)
-        running[os.pidfd_open(pid)] = pid, asker
-        for descriptor in descriptors[1:]:
-            os.close(descriptor)
+            with told, contextlib.suppress(BrokenPipeError):
+                told.send(str(code).encode())
+        for asking in [found for found in ready if found in askers]:
+            message, descriptors, *_ = socket.recv_fds(askers[asking], 1 << 20, 64)
+            if not message:
+                askers.pop(asking).close()
+                continue
+            told = socket.socket(fileno=descriptors[0])
+            pid = _fork(msgspec.msgpack.decode(message, type=Program), descriptors[1:], told)
+            running[os.pidfd_open(pid)] = pid, told
+            for descriptor in descriptors[1:]:
+                os.close(descriptor)
+        if door.fileno() in ready:
+            another = door.accept()[0]
+            askers[another.fileno()] = another
 
 
 def _fork_here(program: Program, descriptors: list[int]) -> Started:

@@ -97,7 +97,7 @@ def test_a_killed_rank_is_reported_and_takes_the_others_along() -> None:
             pipeline.round(1)
 
 
-@pytest.mark.usefixtures("forked")
+@pytest.mark.usefixtures("anew")
 @pytest.mark.real
 def test_closing_ends_the_processes_before_it_returns() -> None:
     with TorchPool() as pool:
@@ -115,16 +115,6 @@ def ended(watches: list[int]) -> int:
     return ready
 
 
-PARENT = """
-import signal
-signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs the tests may ignore it, and all below it do
-from benchmarks.ranks import Ranks
-with Ranks(1) as ranks:
-    print(*ranks.pids, flush=True)
-    input()
-"""
-
-
 @pytest.mark.usefixtures("forked")
 @pytest.mark.real
 def test_ranks_end_with_their_parent_whether_it_is_interrupted_or_killed() -> None:
@@ -140,7 +130,7 @@ def test_ranks_end_with_their_parent_whether_it_is_interrupted_or_killed() -> No
 
 def _parent() -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", PARENT],
+        [sys.executable, "-m", "tests.benchmarks.holds_a_rank"],
         cwd=Path(__file__).parents[2],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -170,24 +170,11 @@ def test_a_kill_at_any_put_or_delete_leaves_a_whole_checkpoint_in_an_object_stor
     assert outcomes == [1, 1, 1, 2, 2]
 
 
-WRITER = """
-import sys, torch
-from culm.checkpoint import Catalog, Storage
-catalog = Catalog(Storage(sys.argv[1]))
-for step in range(1, 10_000):
-    receipts = []
-    for worker in range(3):
-        tensors = {f"{worker}.weight": torch.full((1 << 18,), float(step))}
-        receipts.append(catalog.write_shard(step, catalog.shard_name(step, worker), tensors))
-    catalog.commit(step, receipts, {}, {}, 0.0)
-    print(step, flush=True)
-    catalog.prune(keep_last=2)
-"""
-
-
+@pytest.mark.usefixtures("forked")
 @pytest.mark.real
 def test_a_real_kill_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as writer:
+    program = [sys.executable, "-m", "tests.checkpoint.saves_on_and_on", str(tmp_path)]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as writer:
         assert writer.stdout is not None
         seen = [int(writer.stdout.readline()) for _ in range(5)]
         writer.kill()

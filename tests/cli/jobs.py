@@ -1,6 +1,8 @@
 """Jobs for the command line: a tiny one that trains in milliseconds, and one for each way to go wrong."""
 
+import os
 import sys
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -99,6 +101,21 @@ class Stumbling(Narrow):
 
 def stumbling() -> culm.Job:
     return tiny(layers=[Narrow, Narrow, Stumbling, Narrow])
+
+
+class _Importing:
+    """A loss that writes down what has been imported since there is a job."""
+
+    def __init__(self) -> None:
+        self.before = frozenset(sys.modules)
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        Path(os.environ["CULM_TEST_IMPORTED"]).write_text("\n".join(set(sys.modules) - self.before))
+        return mean_square(output, target)
+
+
+def importing() -> culm.Job:
+    return tiny(loss=_Importing().loss, optimizer=torch.optim.AdamW)
 
 
 class Talking(Narrow):

@@ -6,6 +6,7 @@ import builtins
 import json
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +48,44 @@ def test_what_can_not_be_imported_for_another_reason_is_not_hidden(monkeypatch: 
         main()
 
 
-@pytest.mark.real
-def test_verbs_that_compute_or_start_nodes_find_all_they_import(tmp_path: Path) -> None:
-    run, profile, weights = tmp_path / "run", tmp_path / "profile.json", tmp_path / "model.safetensors"
-    measured = culm("profile", JOBS, "--device", "cpu", "--out", str(profile), "--json")
-    assert json.loads(measured.stdout)["layers"], measured.stderr
-    trained = culm("run", JOBS, "--profile", str(profile), "--checkpoint-every", "2", "--out", str(run), "--json")
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """The folder of a run that was started anew, and what its last worker imported after its fork."""
+    folder = tmp_path_factory.mktemp("anew")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CULM_TEST_IMPORTED", str(folder / "imported"))
+        options = ("--pipelines", "2", "--checkpoint-every", "2", "--out", str(folder / "run"), "--json")
+        trained = culm("run", f"{JOBS}:importing", *options)
     assert json.loads(trained.stdout)["samples_lost"] == 0, trained.stderr
-    exported = culm("export", str(run), str(weights))
-    assert exported.stdout.startswith(f"{weights}: 8 tensors"), exported.stderr
+    return folder / "run", (folder / "imported").read_text().split()
+
+
+@pytest.mark.real
+def test_a_node_imports_next_to_nothing_of_its_own(run: tuple[Path, list[str]]) -> None:
+    imported = [name for name in run[1] if not name.startswith("culm.")]
+    assert len(imported) < 20, imported
+
+
+VERBS = """
+import os, runpy, sys
+import torch  # it takes seconds; all else each of them has to find by itself
+for words in sys.argv[2:]:
+    if not os.fork():
+        sys.argv[:] = [sys.argv[1], *words.split()]
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    assert os.wait()[1] == 0, words
+"""
+
+
+@pytest.mark.real
+def test_verbs_that_compute_find_all_they_import(run: tuple[Path, list[str]], tmp_path: Path) -> None:
+    weights = tmp_path / "model.safetensors"
+    words = [f"profile {JOBS} --device cpu --json", f"export {run[0]} {weights}"]
+    made = subprocess.run([sys.executable, "-c", VERBS, CULM, *words], capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stderr
+    measured, exported = made.stdout.splitlines()
+    assert json.loads(measured)["layers"]
+    assert exported.startswith(f"{weights}: 8 tensors")
 
 
 @pytest.mark.real

@@ -10,6 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from culm.cli import app
+from culm.job import load
+from culm.testing import reference
 
 from .command import JOBS
 
@@ -30,10 +32,15 @@ def trained(*arguments: str) -> dict[str, Any]:
     return summary
 
 
+def learned(steps: int) -> str:
+    """The state after so many steps of a run that nothing befalls."""
+    return reference(load(JOBS, {"exact": "true", "steps": str(steps)})).state_sha256
+
+
 def test_a_node_killed_at_an_action_changes_nothing_that_is_learned() -> None:
     shape = ("--pipelines", "2", "--stages", "2", "--strategy", "reroute")
     hurt = trained(*shape, "--kill", "node=3 step=2 at=1B3")
-    assert hurt["state_sha256"] == trained(*shape)["state_sha256"]
+    assert hurt["state_sha256"] == learned(4)
     assert (hurt["preemptions"], hurt["samples_lost"], hurt["samples_duplicated"]) == (1, 0, 0)
     (recovered,) = hurt["recoveries"]
     assert (recovered["step"], recovered["lost"], recovered["source"]) == (2, [3], "peers")
@@ -56,7 +63,7 @@ def test_what_befalls_a_run_is_shown_and_stands_in_its_ledger_and_its_folder(tmp
 def test_kills_may_be_several_and_strike_one_after_the_other() -> None:
     shape = ("--pipelines", "2", "--stages", "2", "--steps", "6")
     hurt = trained(*shape, "--kill", "node=3 step=1 at=1B3", "--kill", "node=0 step=4")
-    assert hurt["state_sha256"] == trained(*shape)["state_sha256"]
+    assert hurt["state_sha256"] == learned(6)
     assert [lost for recovered in hurt["recoveries"] for lost in recovered["lost"]] == [3, 0]
 
 

@@ -133,6 +133,7 @@ def shown(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str, 
 
 
 BERT = ("--model", "bert-large", "--instance", "p3.2xlarge")
+WIDE = ("--model", "gpt-3-175b", "--instance", "g4dn.xlarge")
 
 
 def test_a_table_of_choices_is_within_the_budget_best_first(capsys: pytest.CaptureFixture[str]) -> None:
@@ -232,7 +233,7 @@ def test_the_solver_proves_what_the_rules_can_not(capsys: pytest.CaptureFixture[
         ([*BERT, "--precision", "int8"], "precision is 'int8'"),
         ([*BERT, "--losses", "-1"], "Risk.losses is -1.0"),
         ([*BERT, "--profile", "p.json"], "--model and --profile both say what is trained"),
-        (["--model", "gpt-3-175b", "--instance", "g4dn.xlarge"], "use a device with more, as V100-32GB"),
+        ([*WIDE, "--pipelines", "1", "--stages", "96"], "use a device with more, as V100-32GB"),
         (["--profile", "/nowhere/p.json"], "the profile '/nowhere/p.json' could not be read"),
         (["--pipelines", "3"], "--stages is missing"),
     ],

@@ -173,11 +173,11 @@ def _read(descriptor: int) -> Iterator[bytes]:
 
 @pytest.fixture
 def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 64 kB."""
+    """A file system of 40 kB."""
     place = tmp_path / "disk"
     place.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(place)], capture_output=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=40k", "tmpfs", str(place)], capture_output=True, check=False
     )
     if mounted.returncode:
         pytest.skip("mounting a file system takes root")
@@ -187,7 +187,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_full_disk_ends_the_run_with_a_sentence_and_keeps_the_checkpoint_before(tiny_disk: Path) -> None:
     ended = culm(
-        "run", f"{JOBS}:endless", "--stages", "2", "--quiet", "--out", str(tiny_disk), "--checkpoint-every", "20"
+        "run", f"{JOBS}:endless", "--stages", "2", "--quiet", "--out", str(tiny_disk), "--checkpoint-every", "10"
     )
     assert ended.returncode == 1
     said = one_sentence(ended.stderr)

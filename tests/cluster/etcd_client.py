@@ -1,4 +1,4 @@
-"""A client of the store as a process, for tests that give it a network of its own: etcd_client.py URL NAME.
+"""A client of the store as a process, for tests that give it a network of its own: tests.cluster.etcd_client URL NAME.
 
 It joins as nodes/NAME, tells each change of nodes/ and the end of its session, and does what it reads from its input:
 `get KEY` and `put KEY VALUE`. Everything it has to say is a line.

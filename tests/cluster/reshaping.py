@@ -10,13 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tests.known import ready, truth
+
 from culm import Job
-from culm.testing import Faults, Simulated, Trained, reference, simulate
+from culm.testing import Faults, Simulated
 from culm.testing.chaos import job_of
-from culm.testing.cluster import Cluster
+from culm.testing.cluster import Cluster, enact
 from culm.testing.survive import differences, varied
 
-STEPS = 9
+STEPS = 7
 
 
 @functools.cache
@@ -25,18 +27,12 @@ def job(features: tuple[str, ...] = (), steps: int = STEPS) -> Job:
     return replace(job_of(features, True, 6), steps=steps)
 
 
-_truths: dict[int, tuple[Job, Trained]] = {}
-"""By the id of a job, which lives as long: what a single process learns of it."""
-
-
-def truth(described: Job) -> Trained:
-    if id(described) not in _truths:
-        _truths[id(described)] = described, reference(described)
-    return _truths[id(described)][1]
-
-
 def reshaped(
-    *wishes: tuple[int, str], faults: Faults | None = None, described: Job | None = None, **request: Any
+    *wishes: tuple[int, str],
+    faults: Faults | None = None,
+    described: Job | None = None,
+    zones: str = "",
+    **request: Any,
 ) -> Simulated:
     """A run for which layouts are asked, each after a step; it learns what a single process does."""
     described, faults = described or job(), faults or Faults()
@@ -47,8 +43,8 @@ def reshaped(
             cluster.store.write("wish/layout", layout.encode())
         await asyncio.Event().wait()
 
-    asked = {"strategy": "reroute", "cost": varied(0), **request}
-    run = simulate(described, faults=faults, latency=0.001, script=script, **asked)
+    setup = ready(described, **{"strategy": "reroute", **request})
+    run = enact(described, setup, faults=faults, cost=varied(0), latency=0.001, script=script, zones=zones)
     assert not list(differences(described, run, truth(described))), run.history
     assert not run.missed(faults)
     return run

@@ -12,18 +12,19 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.known import ready, truth
 
 from culm import Job
 from culm.cluster.baselines import crew_of
-from culm.cluster.prepare import Request, prepare
 from culm.plan.lineage import Cell
 from culm.plan.recover import untainted
 from culm.runtime.epoch import Member
-from culm.testing import Faults, Simulated, Trained, reference, simulate
+from culm.testing import Faults, Simulated, reference
 from culm.testing.chaos import job_of
+from culm.testing.cluster import enact
 from culm.testing.survive import Cost, varied
 
-STEPS = 8
+STEPS = 6
 BATCH = 16
 """Samples of a step."""
 
@@ -33,17 +34,13 @@ def job(features: tuple[str, ...] = (), *, exact: bool = True) -> Job:
     return replace(job_of(features, exact, 4), steps=STEPS)
 
 
-@functools.cache
-def truth(features: tuple[str, ...] = ()) -> Trained:
-    return reference(job(features))
-
-
 def run(
     out: Path, faults: Faults, *, features: tuple[str, ...] = (), cost: Cost | None = None, **request: Any
 ) -> tuple[Simulated, list[dict[str, Any]]]:
     """A run that these faults struck, and its events."""
-    shape = {"pipelines": 2, "stages": 2, "out": str(out), **request}
-    found = simulate(job(features), faults=faults, cost=cost or varied(0), latency=0.001, **shape)
+    described = job(features)
+    setup = ready(described, **{"pipelines": 2, "stages": 2, "out": str(out), **request})
+    found = enact(described, setup, faults=faults, cost=cost or varied(0), latency=0.001)
     assert not found.missed(faults)
     return found, [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
 
@@ -51,7 +48,7 @@ def run(
 def rewound(out: Path, faults: Faults, **request: Any) -> tuple[Simulated, list[dict[str, Any]]]:
     """A run under checkpoint, or what is asked for, that learned what the undisturbed one does."""
     found, events = run(out, faults, **{"strategy": "checkpoint", "checkpoint_every": 2, **request})
-    assert found.state_sha256 == truth(request.get("features", ())).state_sha256
+    assert found.state_sha256 == truth(job(request.get("features", ()))).state_sha256
     assert found.summary["samples"] == found.summary["samples_expected"] == STEPS * BATCH
     assert (found.summary["samples_lost"], found.summary["samples_duplicated"]) == (0, 0)
     return found, events
@@ -69,19 +66,19 @@ def of(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 def test_after_a_loss_everyone_begins_again_from_the_newest_checkpoint(
     tmp_path: Path, victim: int, restart: str
 ) -> None:
-    found, events = rewound(tmp_path, Faults().kill(victim, step=5, nth=3), restart=restart)
+    found, events = rewound(tmp_path, Faults().kill(victim, step=3, nth=3), restart=restart)
     (lost,) = found.summary["recoveries"]
-    assert (lost["step"], lost["lost"], lost["source"]) == (5, [victim], "checkpoint")
+    assert (lost["step"], lost["lost"], lost["source"]) == (3, [victim], "checkpoint")
     assert lost["redone_actions"] > 0
     assert lost["redo_ms"] > 0
-    assert found.summary["samples_redone"] == BATCH  # step 4, which was committed; 5 was open
+    assert found.summary["samples_redone"] == BATCH  # step 2, which was committed; 3 was open
     (rewind,) = of(events, "rewound")
-    assert (rewind["step"], rewind["steps"], rewind["samples"]) == (4, 1, BATCH)
+    assert (rewind["step"], rewind["steps"], rewind["samples"]) == (2, 1, BATCH)
 
 
 def test_peers_that_hold_the_layers_do_not_count(tmp_path: Path) -> None:
     """The same loss costs `reroute` nothing that was committed."""
-    faults = Faults().kill(1, step=5, nth=3)
+    faults = Faults().kill(1, step=3, nth=3)
     assert rewound(tmp_path / "a", faults)[0].summary["samples_redone"] > 0
     assert rewound(tmp_path / "b", faults, strategy="reroute")[0].summary["samples_redone"] == 0
 
@@ -99,7 +96,7 @@ def test_without_a_checkpoint_yet_the_run_begins_as_it_began(tmp_path: Path) -> 
 
 
 def test_a_node_that_stands_by_takes_the_place_of_the_lost_at_once(tmp_path: Path) -> None:
-    found, events = rewound(tmp_path, Faults().join(2, step=1).kill(1, step=5, nth=3))
+    found, events = rewound(tmp_path, Faults().join(2, step=1).kill(1, step=3, nth=3))
     assert not of(events, "waiting")
     assert of(events, "epoch")[-1]["members"] == [0, 4, 2, 3]
     assert of(events, "epoch")[-1]["why"].endswith("all slots filled")
@@ -108,7 +105,7 @@ def test_a_node_that_stands_by_takes_the_place_of_the_lost_at_once(tmp_path: Pat
 
 def test_a_restart_waits_for_a_node_and_goes_on_when_it_comes(tmp_path: Path) -> None:
     """Nothing moves meanwhile, so the newcomer can only come by the clock."""
-    faults = Faults().kill(1, step=5, nth=3).join(0, after_s=3.0)
+    faults = Faults().kill(1, step=3, nth=3).join(0, after_s=3.0)
     found, events = rewound(tmp_path, faults, replace_within=60.0)
     (waiting,) = of(events, "waiting")
     assert 59.0 < waiting["seconds"] <= 60.0
@@ -118,29 +115,29 @@ def test_a_restart_waits_for_a_node_and_goes_on_when_it_comes(tmp_path: Path) ->
 
 @pytest.mark.parametrize("restart", ["warm", "cold"])
 def test_if_nobody_comes_whole_pipelines_go_on_and_the_rest_stands_by(tmp_path: Path, restart: str) -> None:
-    _, events = rewound(tmp_path, Faults().kill(1, step=5, nth=3), replace_within=2.0, restart=restart)
+    _, events = rewound(tmp_path, Faults().kill(1, step=3, nth=3), replace_within=2.0, restart=restart)
     last = of(events, "epoch")[-1]
     assert last["members"] == [2, 3]
     assert last["why"] == (
-        "strategy checkpoint: node 1 is gone, everyone begins again from the checkpoint after step 4, "
+        "strategy checkpoint: node 1 is gone, everyone begins again from the checkpoint after step 2, "
         "on 1 whole pipeline of 2, node 0 is standing by"
     )
 
 
 def test_who_stands_by_makes_a_pipeline_whole_when_another_is_lost(tmp_path: Path) -> None:
-    faults = Faults().kill(1, step=3, nth=3).kill(2, step=6, nth=3)
+    faults = Faults().kill(1, step=3, nth=3).kill(2, step=5, nth=3)
     _, events = rewound(tmp_path, faults, replace_within=0.0)
     assert of(events, "epoch")[-1]["members"] == [0, 3]
 
 
 def test_fewer_nodes_than_a_pipeline_has_stages_carry_several_each(tmp_path: Path) -> None:
-    _, events = rewound(tmp_path, Faults().kill((0, 1, 2), step=5, nth=3), replace_within=0.0)
+    _, events = rewound(tmp_path, Faults().kill((0, 1, 2), step=3, nth=3), replace_within=0.0)
     assert "on 1 node with several stages on each" in of(events, "epoch")[-1]["why"]
 
 
 def test_nodes_that_come_later_are_taken_in_when_a_checkpoint_is_complete(tmp_path: Path) -> None:
     """Then hardly anything is redone for them."""
-    faults = Faults().kill(1, step=1, nth=3).join(2, step=4)
+    faults = Faults().kill(1, step=1, nth=3).join(2, step=2)
     found, events = rewound(tmp_path, faults, replace_within=0.0)
     assert of(events, "epoch")[-1]["members"] == [0, 4, 2, 3]
     assert "from the checkpoint after step" in of(events, "epoch")[-1]["why"]
@@ -155,7 +152,7 @@ def test_only_a_loss_is_waited_for_not_a_growth_that_leaves_slots_empty(tmp_path
 
 
 def test_a_second_loss_while_steps_are_run_again_is_counted_too(tmp_path: Path) -> None:
-    faults = Faults().kill(1, step=5, nth=3).kill(3, step=4, nth=9)
+    faults = Faults().kill(1, step=3, nth=3).kill(3, step=2, nth=9)
     found, _ = rewound(tmp_path, faults, pipelines=3, replace_within=0.0)
     assert [lost["lost"] for lost in found.summary["recoveries"]] == [[1, 3]]
     assert found.summary["preemptions"] == 2
@@ -178,25 +175,25 @@ def test_a_connection_that_breaks_is_a_restart_too(tmp_path: Path) -> None:
 
 def test_cold_restarts_start_every_worker_anew_and_warm_ones_none(tmp_path: Path) -> None:
     for restart, expected in (("cold", [0, 2, 3]), ("warm", [])):
-        _, events = rewound(tmp_path / restart, Faults().kill(1, step=5, nth=3), restart=restart)
+        _, events = rewound(tmp_path / restart, Faults().kill(1, step=3, nth=3), restart=restart)
         assert sorted(event["node"] for event in of(events, "worker_renewed")) == expected
 
 
-@pytest.mark.parametrize("nth", [1, 2, 3])
-def test_the_leader_may_be_lost_in_a_cold_restart(tmp_path: Path, nth: int) -> None:
-    faults = Faults().kill(1, step=5, nth=3).kill(0, step=5, nth=3 + nth)
-    found, _ = run(tmp_path, Faults(), strategy="checkpoint", checkpoint_every=2, restart="cold")
-    hurt = simulate(
-        job(), faults=faults, cost=varied(nth), latency=0.001, pipelines=2, stages=2, strategy="checkpoint",
-        checkpoint_every=2, restart="cold", replace_within=0.0, out=str(tmp_path / "hurt"),
-    )  # fmt: skip
-    assert hurt.state_sha256 == found.state_sha256 == truth().state_sha256
+@pytest.mark.parametrize(
+    "moment",
+    [{"at": "adopt", "nth": 2}, {"step": 2, "nth": 7}, {"step": 2, "nth": 9}],
+    ids=["adopts", "begins", "redoes"],
+)
+def test_the_leader_may_be_lost_in_a_cold_restart(tmp_path: Path, moment: dict[str, Any]) -> None:
+    faults = Faults().kill(3, step=3, nth=3).kill(0, **moment)
+    found, _ = rewound(tmp_path, faults, restart="cold", replace_within=0.0)
+    assert found.summary["preemptions"] == 2
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.data())
 @settings(max_examples=60, deadline=None)
 def test_a_crew_is_whole_pipelines_of_nodes_that_are_there_each_once(D: int, P: int, data: st.DataObject) -> None:
-    setup = prepare(job(), Request(pipelines=D, stages=P, strategy="none"))
+    setup = ready(job(), pipelines=D, stages=P, strategy="none")
     slots = data.draw(st.sets(st.integers(0, D * P - 1)))
     there = {slot: Member(slot, "") for slot in slots}
     waiting = [Member(100 + i, "") for i in range(data.draw(st.integers(0, 5)))]
@@ -223,7 +220,7 @@ def test_with_notice_a_node_hands_over_and_nothing_is_redone(tmp_path: Path, pip
 
 @pytest.mark.parametrize("restart", ["warm", "cold"])
 def test_without_notice_migrate_is_as_checkpoint(tmp_path: Path, restart: str) -> None:
-    faults = Faults().kill(1, step=5, nth=3)
+    faults = Faults().kill(1, step=3, nth=3)
     found, _ = rewound(tmp_path, faults, strategy="migrate", restart=restart, replace_within=0.0)
     assert [lost["source"] for lost in found.summary["recoveries"]] == ["checkpoint"]
     assert found.summary["samples_redone"] == BATCH
@@ -267,15 +264,15 @@ def dropped(out: Path, faults: Faults, **request: Any) -> tuple[Simulated, list[
 def test_the_hurt_pipelines_samples_are_left_out_whatever_the_node_was_at(
     tmp_path: Path, schedule: str, nth: int
 ) -> None:
-    found, _, without = dropped(tmp_path, Faults().kill(1, step=4, nth=nth), schedule=schedule)
-    assert set(without) in ({4, 5, 6, 7}, {5, 6, 7})  # of a step that some layer has made already nothing is left out
+    found, _, without = dropped(tmp_path, Faults().kill(1, step=2, nth=nth), schedule=schedule)
+    assert set(without) in ({2, 3, 4, 5}, {3, 4, 5})  # of a step that some layer has made already nothing is left out
     assert all(micros == [0, 1] for micros in without.values())
     assert [lost["source"] for lost in found.summary["recoveries"]] == ["drop"]
 
 
 def test_it_says_that_training_changes(tmp_path: Path) -> None:
-    found, events, _ = dropped(tmp_path, Faults().kill(1, step=4, nth=2))
-    assert found.state_sha256 != truth().state_sha256
+    found, events, _ = dropped(tmp_path, Faults().kill(1, step=2, nth=2))
+    assert found.state_sha256 != truth(job()).state_sha256
     assert of(events, "dropping")[0]["why"].startswith("training changes")
     assert "which changes training" in of(events, "run_started")[0]["why"]
 
@@ -288,7 +285,7 @@ def test_the_others_take_as_long_as_before(tmp_path: Path) -> None:
         done.append((node, step, action))
         return 0.01 if set(action) & set("FIWB") else 0.0
 
-    dropped(tmp_path, Faults().kill(1, step=4, nth=2), cost=cost)
+    dropped(tmp_path, Faults().kill(1, step=2, nth=2), cost=cost)
     forwards = [(node, action) for node, step, action in done if step == STEPS - 1 and "F" in action]
     assert sorted(forwards) == [(2, "0F2"), (2, "0F3"), (3, "1F2"), (3, "1F3")]
 
@@ -311,8 +308,8 @@ def test_the_divisor_the_norm_and_the_statistics_are_of_what_was_counted(
 
 
 def test_of_three_pipelines_two_may_be_hurt_one_after_the_other(tmp_path: Path) -> None:
-    _, _, without = dropped(tmp_path, Faults().kill(1, step=2, nth=2).kill(2, step=5, nth=2), pipelines=3)
-    assert [len(without[step]) for step in (3, 7)] == [2, 3]
+    _, _, without = dropped(tmp_path, Faults().kill(1, step=2, nth=2).kill(2, step=4, nth=2), pipelines=3)
+    assert [len(without[step]) for step in (3, 5)] == [2, 3]
 
 
 @pytest.mark.parametrize("moment", ["standing", "adopt"])

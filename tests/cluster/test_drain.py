@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.known import hurt, truth
 
 from culm import Job
 from culm.errors import NodeLost
-from culm.testing import Faults, Simulated, simulate, survives
+from culm.testing import Faults, Simulated, simulate
 from culm.testing.chaos import job_of
 
-STEPS = 8
+STEPS = 6
 AMPLE_S, BRIEF_S = 60.0, 0.4
 """Seconds of notice: for many steps, and for the two that may be open."""
 SHAPE: dict[str, Any] = {"pipelines": 2, "stages": 2, "strategy": "reroute"}
 
 
+@functools.cache
 def job(features: tuple[str, ...] = ()) -> Job:
     return replace(job_of(features, True, 4), steps=STEPS)
 
 
 def drained(faults: Faults, *, features: tuple[str, ...] = (), **request: Any) -> Simulated:
-    """A run that learned what the undisturbed one does, though these faults struck."""
-    (found,) = survives(job(features), faults=faults, **{**SHAPE, **request})
-    return found.run
+    """A run that learned what one process does, though these faults struck."""
+    return hurt(job(features), faults, **{**SHAPE, **request})
 
 
 def left(run: Simulated) -> list[tuple[list[int], int, str]]:
@@ -113,7 +115,7 @@ def test_if_every_node_has_notice_the_run_ends_with_a_checkpoint_and_can_be_resu
     with pytest.raises(NodeLost, match=r"every node has notice: the run ended before step \d; resume it with --resume"):
         simulate(job(), faults=faults, out=str(tmp_path), cost=lambda *_: 0.01, latency=0.001, **SHAPE)
     resumed = simulate(job(), resume=str(tmp_path), **SHAPE)
-    assert resumed.state_sha256 == simulate(job(), **SHAPE).state_sha256
+    assert resumed.state_sha256 == truth(job()).state_sha256
 
 
 def test_a_newcomer_that_is_not_level_yet_may_go_again_and_the_next_one_comes() -> None:
@@ -158,7 +160,7 @@ def test_if_notices_come_to_all_one_after_the_other_the_run_ends_as_if_they_had_
     with pytest.raises(NodeLost, match="every node has notice: the run ended before step"):
         simulate(job(), faults=faults, out=str(tmp_path), cost=lambda *_: 0.01, latency=0.001, **SHAPE)
     resumed = simulate(job(), resume=str(tmp_path), **SHAPE)
-    assert resumed.state_sha256 == simulate(job(), **SHAPE).state_sha256
+    assert resumed.state_sha256 == truth(job()).state_sha256
 
 
 def test_a_notice_for_all_before_the_first_step_ends_the_run_with_a_sentence(tmp_path: Path) -> None:

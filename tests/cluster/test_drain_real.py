@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor, nn
 
 from culm import Job
 from culm.api import pickled
@@ -20,24 +19,11 @@ from culm.providers.local import LocalNursery, LocalRun, local_run
 from culm.providers.nursery import Exited, Report
 from culm.testing import reference
 
-from .jobs import WIDTH, job
+from .jobs import Nap, job
 
 pytestmark = [pytest.mark.real, pytest.mark.usefixtures("forked")]
 PATIENCE_S = 120.0
-STEPS = 12
-
-
-class Slow(nn.Module):
-    """A layer that takes its time, so that there is a middle of a step to be told to go in."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        time.sleep(0.005)
-        made: Tensor = self.linear(x)
-        return made
+STEPS = 9
 
 
 class Watched(LocalNursery):
@@ -61,8 +47,15 @@ def watched() -> Iterator[Watched]:
         yield made
 
 
-def slow(**fields: Any) -> Job:
-    return job(layers=[Slow] * 4, global_batch=16, steps=STEPS, exact=True, **fields)
+def slow(seconds: float = 0.005) -> Job:
+    """Layers that take their time, so that there is a middle of a step to be told to go in."""
+    return job(layers=[partial(Nap, seconds)] * 4, global_batch=16, steps=STEPS, exact=True)
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> str:
+    """The weights that are learned where nobody is told to go."""
+    return reference(slow(0.0)).weights_sha256
 
 
 def agents(nursery: LocalNursery) -> list[int]:
@@ -110,11 +103,13 @@ WHO: dict[str, Callable[[LocalRun], Sequence[int]]] = {
 
 
 @pytest.mark.parametrize("who", WHO)
-def test_a_node_that_is_told_to_go_goes_and_nothing_is_lost_or_redone(watched: Watched, who: str) -> None:
+def test_a_node_that_is_told_to_go_goes_and_nothing_is_lost_or_redone(
+    watched: Watched, undisturbed: str, who: str
+) -> None:
     result, nodes, statuses = told_to_go(watched, WHO[who])
     assert result.summary is not None, result.message
     found = result.summary
-    assert found["weights_sha256"] == reference(slow()).weights_sha256
+    assert found["weights_sha256"] == undisturbed
     assert (found["steps"], found["samples_lost"], found["samples_duplicated"]) == (STEPS, 0, 0)
     recoveries: Any = found["recoveries"]
     assert sorted(node for each in recoveries for node in each["lost"]) == sorted(nodes)
@@ -122,15 +117,15 @@ def test_a_node_that_is_told_to_go_goes_and_nothing_is_lost_or_redone(watched: W
     assert statuses == dict.fromkeys(range(4), 0)
 
 
-def test_a_node_that_is_told_to_go_before_the_first_step_is_done_without(watched: Watched) -> None:
+def test_a_node_that_is_told_to_go_before_the_first_step_is_done_without(watched: Watched, undisturbed: str) -> None:
     result, _, statuses = told_to_go(watched, lambda run: [3], after=0)
     assert result.summary is not None, result.message
-    assert result.summary["weights_sha256"] == reference(slow()).weights_sha256
+    assert result.summary["weights_sha256"] == undisturbed
     assert statuses == dict.fromkeys(range(4), 0)
 
 
 def test_if_all_are_told_to_go_there_is_a_checkpoint_and_the_run_can_be_resumed(
-    watched: Watched, tmp_path: Path
+    watched: Watched, undisturbed: str, tmp_path: Path
 ) -> None:
     result, _, statuses = told_to_go(watched, lambda run: range(4), out=str(tmp_path))
     assert result.error == "NodeLost"
@@ -139,4 +134,4 @@ def test_if_all_are_told_to_go_there_is_a_checkpoint_and_the_run_can_be_resumed(
     assert statuses == dict.fromkeys(range(4), 0)
     resumed, _, _ = told_to_go(watched, lambda run: [], resume=str(tmp_path))
     assert resumed.summary is not None, resumed.message
-    assert resumed.summary["weights_sha256"] == reference(slow()).weights_sha256
+    assert resumed.summary["weights_sha256"] == undisturbed

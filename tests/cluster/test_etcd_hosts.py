@@ -18,10 +18,10 @@ from . import netns
 from .etcds import etcd_with
 from .netns import Lab, NoLab
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.usefixtures("forked")]
 hosts = pytest.mark.skipif(not netns.possible(), reason="needs root and network namespaces")
 PATIENCE_S = 60
-SCRIPT = str(Path(__file__).with_name("etcd_client.py"))
+CLIENT = [sys.executable, "-m", "tests.cluster.etcd_client"]
 
 
 class Client:
@@ -71,7 +71,7 @@ def cluster(folder: Path, *nodes: str) -> Iterator[tuple[Lab, dict[str, Client]]
         stack.enter_context(running(lab.command("etcd", *etcd, *alone, "--log-level=panic")))
         clients = {}
         for node in nodes:
-            clients[node] = stack.enter_context(running(lab.command(node, sys.executable, SCRIPT, url, node)))
+            clients[node] = stack.enter_context(running(lab.command(node, *CLIENT, url, node)))
             clients[node].hear("up")
         yield lab, clients
 
@@ -134,7 +134,7 @@ def test_a_slow_link_costs_nobody_his_session(tmp_path: Path) -> None:
 
 def test_a_process_that_was_stopped_for_longer_than_its_lease_wakes_up_fenced(tmp_path: Path) -> None:
     with etcd_with(tmp_path) as url, ExitStack() as stack:
-        a, b = (stack.enter_context(running([sys.executable, SCRIPT, url, name])) for name in "ab")
+        a, b = (stack.enter_context(running([*CLIENT, url, name])) for name in "ab")
         a.hear("up")
         b.hear("up")
         a.send(signal.SIGSTOP)

@@ -12,27 +12,16 @@ import pytest
 
 from culm.providers import node
 
-FAULTS_OF_A_ROUND = """
-import mmap, resource, sys
-from culm.providers import node
-if sys.argv[1] == "keep":
-    node._keep_memory()
-def faults():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    held = [bytearray(1 << 20) for _ in range(64)]
-    del held
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-faults()
-print(faults() * mmap.PAGESIZE >> 20)
-"""
-
 
 def faulted(how: str) -> int:
     """MB that a process takes from the kernel for 64 MB that it had and gave up before."""
-    made = subprocess.run([sys.executable, "-c", FAULTS_OF_A_ROUND, how], capture_output=True, text=True, check=True)
+    made = subprocess.run(
+        [sys.executable, "-m", "tests.cluster.takes_memory", how], capture_output=True, text=True, check=True
+    )
     return int(made.stdout)
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.real
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="an allocator without switches")
 def test_memory_that_a_micro_batch_gave_up_is_there_for_the_next() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,21 @@ from .jobs import job
 
 pytestmark = [pytest.mark.real, pytest.mark.usefixtures("forked")]
 PATIENCE_S = 60.0
+SEEN, AHEAD = 3, 5
+"""Steps after which a victim is killed, and how many may run in the meantime."""
+ROBUST = job(steps=SEEN + AHEAD + 4, exact=True)
 
 
 @pytest.fixture(scope="module")
 def nursery(forked: None) -> Iterator[LocalNursery]:
     with LocalNursery() as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> str:
+    """What is learned where nobody is killed."""
+    return reference(ROBUST).state_sha256
 
 
 def children(pid: int) -> list[int]:
@@ -39,13 +49,15 @@ def outcome(nursery: LocalNursery, described: Job, request: Request, victim: str
     """How a run ends whose victim is killed after some steps, and its node; checks that no process is left."""
 
     async def main() -> tuple[Result, int]:
-        async with local_run(nursery, pickled(described), request) as run:
+        async with local_run(nursery, pickled(described), replace(request, gate="outside")) as run:
             node = -1
             if victim is not None:
-                for _ in range(3):
+                run.permit(SEEN + AHEAD)
+                for _ in range(SEEN):
                     await run.step()
                 node, pid = _find(nursery, run, victim)
                 os.kill(pid, signal.SIGKILL)
+            run.permit(described.steps)
             return await run.result(), node
 
     async def bounded() -> tuple[Result, int]:
@@ -82,16 +94,15 @@ def test_a_killed_process_ends_the_run_with_the_number_of_its_node(
 @pytest.mark.parametrize("victim", [f"{k} of {w}" for k in ("agent", "worker") for w in ("the leader", "another")])
 @pytest.mark.parametrize("pipelines", [1, 2])
 def test_unless_told_otherwise_a_run_goes_on_without_a_process_that_is_killed(
-    nursery: LocalNursery, pipelines: int, victim: str
+    nursery: LocalNursery, undisturbed: str, pipelines: int, victim: str
 ) -> None:
     """By a shadow, or by a peer; at no chosen moment, and whoever led."""
-    described = job(steps=60, exact=True)
-    found, node = outcome(nursery, described, Request(pipelines=pipelines, stages=2 // pipelines), victim)
+    found, node = outcome(nursery, ROBUST, Request(pipelines=pipelines, stages=2 // pipelines), victim)
     assert found.summary is not None, found.message
     recoveries: Any = found.summary["recoveries"]
     assert found.summary["preemptions"] == 1
     assert [lost for recovered in recoveries for lost in recovered["lost"]] == [node]
-    assert found.summary["state_sha256"] == reference(described).state_sha256
+    assert found.summary["state_sha256"] == undisturbed
 
 
 class Turned(nn.Module):

@@ -20,7 +20,7 @@ def test_two_pipelines_of_three_become_three_of_two() -> None:
 
 
 def test_there_and_back_again() -> None:
-    run = reshaped((0, "1x4"), (4, "2x2"), pipelines=2, stages=2)
+    run = reshaped((0, "1x4"), (3, "2x2"), pipelines=2, stages=2)
     assert len(members(run)) == 3
 
 
@@ -43,7 +43,8 @@ def test_three_pipelines_of_which_one_is_shorter_with_split_backward() -> None:
     "features", [("clip", "tied"), ("batch norm", "weighted loss"), ("dropout", "evaluation"), ("bf16", "tied")]
 )
 def test_layers_bring_all_that_they_learn_with(features: tuple[str, ...]) -> None:
-    reshaped((1, "3+2"), (4, "2x2"), described=job(features), pipelines=1, stages=5, strategy="shadow-lazy")
+    run = reshaped((0, "3+2"), (3, "2x2"), described=job(features), pipelines=1, stages=5, strategy="shadow-lazy")
+    assert len(members(run)) == 3
 
 
 @pytest.mark.parametrize("nodes", [(0,), (3,), (1, 3)])
@@ -55,15 +56,14 @@ def test_a_loss_on_the_way_to_another_shape_loses_nothing(nodes: tuple[int, ...]
     assert run.summary["preemptions"] == len(nodes)
 
 
-@pytest.mark.parametrize("strategy", ["reroute", "templates"])
 @pytest.mark.parametrize("moment", ["adopt", "given", "moved"])
 @pytest.mark.parametrize("node", range(5))
-def test_what_a_node_without_a_post_in_the_new_shape_has_counts_until_that_has_begun(
-    node: int, moment: str, strategy: str
-) -> None:
-    """Node 5 is left over: its layers have one other holder, and that is lost on the way."""
+def test_what_a_node_without_a_post_in_the_new_shape_has_counts_until_that_has_begun(node: int, moment: str) -> None:
+    """Node 5 is left over: its layers have one other holder, and that is lost on the way. The two
+    strategies take turns: each meets every node and every moment."""
+    strategy = ("reroute", "templates")[(node + ["adopt", "given", "moved"].index(moment)) % 2]
     faults = Faults().kill(node, at=moment, nth=2 if moment == "adopt" else 1, silence=True)
-    run = reshaped((3, "2+2+1"), pipelines=2, stages=3, faults=faults, strategy=strategy)
+    run = reshaped((1, "2+2+1"), pipelines=2, stages=3, faults=faults, strategy=strategy)
     assert run.summary["preemptions"] == 1
 
 
@@ -90,7 +90,7 @@ def test_a_loss_while_the_open_steps_drain_leaves_the_shape_as_it_is_until_that_
 
 def test_a_loss_in_unequal_pipelines_is_recovered_from_and_a_newcomer_takes_all_stages_of_its_post() -> None:
     faults = Faults().kill(0, step=5, nth=4).join(1, step=6)
-    run = reshaped((1, "3+2"), pipelines=1, stages=5, strategy="shadow", faults=faults, described=job(steps=12))
+    run = reshaped((1, "3+2"), pipelines=1, stages=5, strategy="shadow", faults=faults, described=job(steps=10))
     assert "5" in members(run)[-1].split()
     assert "0" not in members(run)[-1].split()
 
@@ -124,7 +124,7 @@ def test_checkpoints_of_all_shapes_are_complete(tmp_path: Path) -> None:
 
 def test_a_run_that_went_back_to_a_checkpoint_has_the_shape_that_it_had_then(tmp_path: Path) -> None:
     """Both holders of a stage are gone at once: the others build everything anew, in unequal pipelines."""
-    faults = Faults().kill((0, 3), step=7, nth=2)
+    faults = Faults().kill((0, 3), step=5, nth=2)
     run = reshaped(
         (0, "3+2"), pipelines=2, stages=3, faults=faults + Faults().kill(5, step=1, nth=2), out=str(tmp_path),
         checkpoint_every=1,

@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from tests.known import hurt
 
 from culm import Job
 from culm.checkpoint import Catalog, Storage
 from culm.cluster.prepare import Request, prepare
 from culm.cluster.saves import Saves
 from culm.runtime.clock import RealClock
-from culm.testing import Faults, survives
+from culm.testing import Faults
 from culm.testing.chaos import job_of
 
 STEPS, EVERY = 12, 5
 
 
+@functools.cache
 def job() -> Job:
     return replace(job_of((), True, 4), steps=STEPS)
 
 
 def checkpoints(faults: Faults, folder: Path, **request: Any) -> list[int]:
-    """Of a run that learned what the undisturbed one does."""
+    """Of a run that learned what one process does."""
     asked = {"pipelines": 2, "stages": 2, "strategy": "reroute", "checkpoint_every": EVERY, "out": str(folder)}
-    (found,) = survives(job(), faults=faults, **{**asked, **request})
-    complete: list[int] = found.run.summary["checkpoints"]
+    complete: list[int] = hurt(job(), faults, **{**asked, **request}).summary["checkpoints"]
     return complete
 
 

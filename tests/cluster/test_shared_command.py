@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import trustme
-from tests.preloaded import Start, forking
+from tests.preloaded import anew
 
 from culm.cli import main
 from culm.cluster.etcd import Access, EtcdStore, parse_access
@@ -23,21 +23,27 @@ from culm.testing import reference
 
 from .etcds import etcd_with, patiently
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.usefixtures("forked")]
 PASSWORD = "the password of the test"
 LIMIT_S = 120
 CULM = str(Path(sys.executable).with_name("culm"))
 JOB = """
-import os, pathlib, torch
+import os, pathlib, time, torch
 from culm import STOP, Job
 from torch import nn
 
+NAP_S = float(os.environ["CULM_TEST_NAP_S"])
 END = pathlib.Path(os.environ["CULM_TEST_END"])
 DATA = [(torch.randn(4, generator=torch.Generator().manual_seed(i)), torch.zeros(4)) for i in range(32)]
 
+class Nap(nn.Linear):
+    def forward(self, x):
+        time.sleep(NAP_S)
+        return super().forward(x)
+
 def job():
     return Job(
-        layers=[lambda: nn.Linear(4, 4)] * 4, loss=nn.functional.mse_loss,
+        layers=[lambda: Nap(4, 4)] * 4, loss=nn.functional.mse_loss,
         optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), data=DATA, global_batch=8, micro_batch=2,
         steps=10**6, exact=True, on_step=lambda _: STOP if END.exists() else None,
     )
@@ -98,10 +104,11 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
 
 @pytest.fixture(autouse=True)
 def commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, list[str]]:
-    """What is typed, but for the options of etcd: the job trains until it is told to end."""
+    """What is typed, but for the options of etcd: the job trains at leisure until it is told to end."""
     monkeypatch.setenv("CULM_SECRET", "a secret of the test")
     monkeypatch.setenv("CULM_ETCD_PASSWORD", PASSWORD)
     monkeypatch.setenv("CULM_TEST_END", str(tmp_path / "end"))
+    monkeypatch.setenv("CULM_TEST_NAP_S", "0.02")
     file = tmp_path / "guarded.py"
     file.write_text(JOB)
     return {"run": ["run", str(file), "--pipelines", "2", "--stages", "1"], "agent": ["agent"]}
@@ -175,7 +182,7 @@ def start() -> Iterator[type[Started]]:
 
 def test_a_run_whose_nodes_are_all_elsewhere_comes_to_its_end_and_no_stranger_disturbs_it(
     capsys: pytest.CaptureFixture[str],
-    zygote: Start,
+    monkeypatch: pytest.MonkeyPatch,
     start: type[Started],
     guarded: Guarded,
     commands: dict[str, list[str]],
@@ -183,7 +190,7 @@ def test_a_run_whose_nodes_are_all_elsewhere_comes_to_its_end_and_no_stranger_di
 ) -> None:
     run = start(*commands["run"], "--local", "0", *guarded.options(), "--json", "--strategy", "reroute")
     agents = [start("agent", "--zone", "a", *guarded.options())]
-    with forking(zygote):  # one of each kind is started anew
+    with anew():
         agents.append(start("agent", "--zone", "b", *guarded.options()))
     assert run.line("step "), run.ended()
     for command in commands.values():
@@ -196,6 +203,7 @@ def test_a_run_whose_nodes_are_all_elsewhere_comes_to_its_end_and_no_stranger_di
     assert code == 0, err
     summary = json.loads(out)
     assert (summary["preemptions"], summary["samples_lost"], summary["samples_duplicated"]) == (0, 0, 0)
+    monkeypatch.setenv("CULM_TEST_NAP_S", "0")
     expected = reference(load(commands["run"][1], {"steps": str(summary["steps"])}))
     assert summary["state_sha256"] == expected.state_sha256
     for agent in agents:

@@ -77,7 +77,7 @@ class Storm:
             os.kill(process, signal.SIGSTOP)
         while len(self.run.lost) == lost:
             await self.wait(1)
-        for process in paused:
+        for process in reversed(paused):  # an agent that wakes up ends its worker
             os.kill(process, signal.SIGCONT)
 
 

@@ -39,7 +39,7 @@ def test_losses_one_after_the_other() -> None:
 
 
 def test_a_newcomer_makes_the_pipelines_longer_again() -> None:
-    run = hurt(Faults().kill(1, step=1, nth=5).join(0, step=2), described=job(steps=12))
+    run = hurt(Faults().kill(1, step=1, nth=5).join(0, step=2), described=job(steps=11))
     assert sorted(members(run)[-1].replace("-", "").split()) == ["0", "2", "3", "4", "5", "6"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -147,13 +148,19 @@ def test_a_run_has_what_the_market_has_up_to_what_it_wants(drawn: list[tuple[int
             assert nodes + moved == alive
 
 
-def described() -> Job:
-    return job(layers=[Nap] * 4, steps=STEPS, exact=True)
+def described(seconds: float = 0.004) -> Job:
+    return job(layers=[partial(Nap, seconds)] * 4, steps=STEPS, exact=True)
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> str:
+    """What is learned where nodes stay, by layers that do not nap."""
+    return reference(described(0.0)).state_sha256
 
 
 @pytest.mark.real
 def test_a_replayed_trace_takes_nodes_and_brings_new_ones_and_no_bit_differs(
-    nursery: LocalNursery, tmp_path: Path
+    nursery: LocalNursery, undisturbed: str, tmp_path: Path
 ) -> None:
     trace = market((0, "+", "a"), (0, "+", "b"), (0, "+", "c"), (0, "+", "d"), (20, "-", "b"), (40, "+", "e"))
     out = tmp_path / "run"
@@ -166,8 +173,7 @@ def test_a_replayed_trace_takes_nodes_and_brings_new_ones_and_no_bit_differs(
         market=Market(trace, speedup=100),
         nursery=nursery,
     )
-    expected = reference(described())
-    assert summary["state_sha256"] == expected.state_sha256
+    assert summary["state_sha256"] == undisturbed
     assert (summary["preemptions"], summary["samples_lost"], summary["samples_duplicated"]) == (1, 0, 0)
     assert 0 < summary["capacity_share"] < 1
     assert summary["ideal_goodput"] > 0
@@ -179,7 +185,9 @@ def test_a_replayed_trace_takes_nodes_and_brings_new_ones_and_no_bit_differs(
 
 
 @pytest.mark.real
-def test_a_trace_may_take_a_whole_zone_of_the_nodes_that_the_run_began_with(nursery: LocalNursery) -> None:
+def test_a_trace_may_take_a_whole_zone_of_the_nodes_that_the_run_began_with(
+    nursery: LocalNursery, undisturbed: str
+) -> None:
     """By their numbers nodes 0 and 2 would both hold stage 0, and both are in zone a."""
     there = [Event(0.0, "add", f"n{i}", "ab"[i % 2]) for i in range(4)]
     taken = [Event(20.0, "remove", node, "a") for node in ("n0", "n2")]
@@ -193,11 +201,13 @@ def test_a_trace_may_take_a_whole_zone_of_the_nodes_that_the_run_began_with(nurs
     )
     assert {each["source"] for each in summary["recoveries"]} == {"peers"}
     assert summary["preemptions"] == 2
-    assert summary["state_sha256"] == reference(described()).state_sha256
+    assert summary["state_sha256"] == undisturbed
 
 
 @pytest.mark.real
-def test_a_node_that_a_trace_takes_with_notice_knows_how_long_it_has(nursery: LocalNursery, tmp_path: Path) -> None:
+def test_a_node_that_a_trace_takes_with_notice_knows_how_long_it_has(
+    nursery: LocalNursery, undisturbed: str, tmp_path: Path
+) -> None:
     """A notice shorter than a step is handed over in, a longer one is worked in: so it has to be the right one."""
     trace = market((0, "+", "a"), (0, "+", "b"), (0, "+", "c"), (0, "+", "d"), (10, "-", "b"))
     out = tmp_path / "run"
@@ -212,4 +222,4 @@ def test_a_node_that_a_trace_takes_with_notice_knows_how_long_it_has(nursery: Lo
     events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
     assert [(e["node"], e["seconds"]) for e in events if e["kind"] == "notice"] == [(1, 7.5)]
     assert [(each["lost"], each["source"]) for each in summary["recoveries"]] == [([1], "notice")]
-    assert summary["state_sha256"] == reference(described()).state_sha256
+    assert summary["state_sha256"] == undisturbed

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -49,14 +51,24 @@ def test_a_last_layer_that_widens_is_fused_with_its_loss_on_a_worker() -> None:
     assert [found[e] for e in range(EPOCHS)] == pytest.approx(reference(graph, model), abs=1e-5)
 
 
+@functools.cache
+def dropping(kind: str) -> tuple[Graph, Model]:
+    graph = small_graph()
+    return graph, small_model(graph, kind, dropout=0.3)
+
+
+@functools.cache
+def calm(kind: str, intervals: int) -> dict[int, dict[str, Tensor]]:
+    """The weights that are learned if nothing is left to chance."""
+    return House(*dropping(kind), mode="sync", intervals=intervals, chance=0).run().weights
+
+
 @settings(max_examples=15, deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from(["sync", "pipe"]), st.integers(1, 4), st.sampled_from(["gcn", "gat"]))
 def test_the_order_in_which_things_happen_changes_no_bit(chance: int, mode: Mode, intervals: int, kind: str) -> None:
-    graph = small_graph()
-    model = small_model(graph, kind, dropout=0.3)
-    calm = House(graph, model, mode="sync", intervals=intervals, chance=0).run()
+    graph, model = dropping(kind)
     wild = House(graph, model, mode=mode, intervals=intervals, chance=chance, repeat=0.3).run()
-    for layer, weights in calm.weights.items():
+    for layer, weights in calm(kind, intervals).items():
         for name, tensor in weights.items():
             assert torch.equal(tensor, wild.weights[layer][name])
 
@@ -93,8 +105,8 @@ def test_attention_is_dropped_as_pyg_drops_it(servers: int, monkeypatch: pytest.
     monkeypatch.setattr(peer.pyg("nn.conv.gat_conv"), "F", Chance(graph, model))
     found = House(graph, model, servers=servers, epochs=EPOCHS).run().losses
     assert [found[e] for e in range(EPOCHS)] == pytest.approx(reference(graph, model), abs=1e-5)
-    calm = House(graph, small_model(graph, "gat"), servers=servers, epochs=EPOCHS).run().losses
-    assert found != calm
+    whole = House(graph, small_model(graph, "gat"), servers=servers, epochs=1).run().losses
+    assert found[0] != whole[0]
 
 
 def test_dropout_does_not_depend_on_servers_or_intervals() -> None:

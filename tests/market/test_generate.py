@@ -68,7 +68,7 @@ def test_a_fitted_market_is_like_its_trace_on_other_seeds(name: str) -> None:
 
 
 def test_a_fit_finds_the_numbers_of_the_market_that_it_came_from() -> None:
-    market = Market(nodes=24, hours=16, rate=0.4, group=3.0, zones=2, available=0.8, tail=0.6)
+    market = Market(nodes=24, hours=8, rate=0.4, group=3.0, zones=2, available=0.8, tail=0.6)
     found = fit(generate(market, 5))
     assert found.market.zones == 2
     assert found.generated.group == pytest.approx(found.given.group, rel=0.15)

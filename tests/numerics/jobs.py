@@ -118,7 +118,7 @@ words = but(
     optimizer=sgd,
 )
 sequences = but(data=Points(4, WIDTH))
-gpt_layers: Sequence[Callable[[], nn.Module]] = gpt("nano", width=8, heads=2, blocks=3, context=5, vocab=7, dropout=0.1)
+gpt_layers: Sequence[Callable[[], nn.Module]] = gpt("nano", width=8, heads=2, blocks=2, context=5, vocab=7, dropout=0.1)
 tiny_gpt = but(layers=gpt_layers, loss=gpt_loss, data=Tokens(), clip_norm=0.5, lr_schedule=warm)
 
 everything = but(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.known import ready, truth
 from torch import Tensor, nn
 
 import culm
@@ -19,7 +20,8 @@ from culm.job import Job
 from culm.runtime.blueprint import probe
 from culm.runtime.data import evaluation_batch, evaluation_batches
 from culm.runtime.state import State, build_layer
-from culm.testing import reference, simulate
+from culm.testing import Simulated, reference, simulate
+from culm.testing.cluster import enact
 
 from .jobs import JOBS, around, but, everything, plain, words
 from .layers import Dense
@@ -39,26 +41,25 @@ EVALUATED = {
 }
 
 
-def evaluations(job: Job, **request: Any) -> dict[int, float]:
-    found: dict[int, float] = simulate(job, **request).summary["evaluations"]
-    return {int(step): loss for step, loss in found.items()}
+def run(job: Job, *, like: Job | None = None, **request: Any) -> Simulated:
+    return enact(job, ready(job, like=like, **request))
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb", "interleaved"])
 @pytest.mark.parametrize("job", EVALUATED.values(), ids=EVALUATED)
 def test_evaluations_equal_the_reference(job: Job, schedule: str) -> None:
-    wanted = reference(job).evaluations
+    wanted = truth(job).evaluations
     assert len(wanted) == job.steps // job.evaluate_every
-    assert evaluations(job, schedule=schedule, stages=2) == wanted
+    assert run(job, schedule=schedule, stages=2).evaluations == wanted
 
 
 def test_pipelines_share_an_evaluation_and_come_to_the_same_bits() -> None:
-    wanted = reference(but(evaluated, exact=True)).evaluations
-    assert evaluations(but(evaluated, exact=True), pipelines=3, stages=2) == wanted
+    job = but(evaluated, exact=True)
+    assert run(job, like=evaluated, pipelines=3, stages=2).evaluations == reference(job).evaluations
 
 
 def test_an_evaluation_is_the_mean_over_all_items_with_dropout_off_and_running_statistics() -> None:
-    trained = reference(evaluated)
+    trained = truth(evaluated)
     model = nn.Sequential(*(build_layer(evaluated, index) for index in range(len(evaluated.layers)))).eval()
     model.load_state_dict({**trained.snapshot.parameters, **trained.snapshot.buffers})
     total = 0.0
@@ -72,8 +73,8 @@ def test_an_evaluation_is_the_mean_over_all_items_with_dropout_off_and_running_s
 
 def test_evaluating_does_not_disturb_the_training() -> None:
     quiet = but(evaluated, evaluate=None, evaluate_every=0)
-    loud = simulate(evaluated, schedule="zb", stages=3)
-    assert loud.state_sha256 == simulate(quiet, schedule="zb", stages=3).state_sha256
+    loud = run(evaluated, schedule="zb", stages=3)
+    assert loud.state_sha256 == run(quiet, like=evaluated, schedule="zb", stages=3).state_sha256
 
 
 class Watch:
@@ -90,16 +91,19 @@ class Watch:
 
 def test_the_hook_hears_of_every_step_in_order() -> None:
     watch = Watch()
-    run = simulate(but(plain, on_step=watch, steps=4), stages=3)
-    assert [(told["step"], told["loss"]) for told in watch.told] == list(enumerate(run.losses))
+    found = run(but(plain, on_step=watch, steps=4), like=plain, stages=3)
+    assert [(told["step"], told["loss"]) for told in watch.told] == list(enumerate(found.losses))
+
+
+plain_exact = but(plain, exact=True)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb"])
 def test_a_hook_that_returns_stop_ends_the_run_after_that_step(schedule: str) -> None:
-    run = simulate(but(plain, on_step=Watch(last=1), steps=9, exact=True), pipelines=2, stages=2, schedule=schedule)
-    wanted = reference(but(plain, steps=2, exact=True))
-    assert (run.summary["steps"], run.losses) == (2, wanted.losses)
-    assert run.state_sha256 == wanted.state_sha256
+    job = but(plain, on_step=Watch(last=1), steps=9, exact=True)
+    found, wanted = run(job, like=plain, pipelines=2, stages=2, schedule=schedule), truth(plain_exact)
+    assert (found.summary["steps"], found.losses) == (2, wanted.losses)
+    assert found.state_sha256 == wanted.state_sha256
 
 
 class Poisoned(Points):
@@ -147,9 +151,9 @@ def test_a_step_that_is_not_finite_can_be_skipped_and_moves_nothing(name: str, e
     wanted = reference(job)
     assert all(bool(value.isfinite().all()) for value in wanted.snapshot.tensors.values())
     for shape in SHAPES if exact else SHAPES[:2]:
-        run = simulate(job, **shape)
-        assert run.summary["skipped_steps"] == 1
-        assert run.state_sha256 == wanted.state_sha256
+        found = run(job, like=BROKEN[name], **shape)
+        assert found.summary["skipped_steps"] == 1
+        assert found.state_sha256 == wanted.state_sha256
 
 
 def test_a_skipped_step_is_as_if_it_had_not_been() -> None:
@@ -168,7 +172,7 @@ def test_a_step_that_is_not_finite_stops_the_run_by_default(name: str, exact: bo
     step = next(word for word in str(wanted.value).split() if word.isdigit())
     for shape in SHAPES:
         with pytest.raises(NonFiniteLoss, match=f"step {step}") as found:
-            simulate(job, **shape)
+            run(job, like=BROKEN[name], **shape)
         assert str(found.value).count("\n") == 0
 
 
@@ -179,9 +183,9 @@ def nothing_counts(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
 def test_weights_that_add_up_to_nothing_stop_the_run_or_skip_the_step() -> None:
     job = but(loss=nothing_counts)
     with pytest.raises(NonFiniteLoss, match="add up to 0 in step 0"):
-        simulate(job, stages=2)
-    run = simulate(but(job, nonfinite="skip"), stages=2)
-    assert run.state_sha256 == reference(but(job, steps=0)).state_sha256
+        run(job, stages=2)
+    found = run(but(job, nonfinite="skip"), like=job, stages=2)
+    assert found.state_sha256 == reference(but(job, steps=0)).state_sha256
 
 
 @pytest.mark.parametrize("weight", [-1.0, math.nan])
@@ -198,9 +202,9 @@ def test_weights_below_nothing_are_no_step_to_skip() -> None:
         return by_label(output, target)[0], -1.0
 
     job = but(loss=turned, nonfinite="skip")
-    for run in (lambda: simulate(job, stages=2), lambda: reference(job)):
+    for made in (lambda: simulate(job, stages=2), lambda: reference(job)):
         with pytest.raises(LayerFailed, match=r"weights that the loss returned add up to -5\.0 in step 0"):
-            run()
+            made()
 
 
 SCHEDULES_GONE_WRONG = {
@@ -214,7 +218,7 @@ SCHEDULES_GONE_WRONG = {
 def test_a_learning_rate_that_is_no_number_is_named_with_its_step(name: str) -> None:
     schedule, sentence = SCHEDULES_GONE_WRONG[name]
     with pytest.raises(LayerFailed, match=sentence):
-        simulate(but(lr_schedule=schedule), stages=2)
+        run(but(lr_schedule=schedule), like=plain, stages=2)
 
 
 @pytest.mark.parametrize("limit", ["a lot", -1.0, math.inf])
@@ -235,7 +239,7 @@ def sometimes_constant(output: Tensor, target: Tensor) -> Tensor:
 
 def saved(job: Job, path: Path, **renamed: str) -> str:
     """Weights and buffers of the job after its steps, as a file."""
-    found = reference(job).snapshot
+    found = truth(job).snapshot
     tensors = {renamed.get(name, name): value for name, value in {**found.parameters, **found.buffers}.items()}
     save_file(tensors, path)
     return str(path)
@@ -245,9 +249,9 @@ def saved(job: Job, path: Path, **renamed: str) -> str:
 def test_a_run_starts_from_a_file(name: str, tmp_path: Path) -> None:
     job = but(JOBS[name], exact=True)
     start = but(job, init=saved(job, tmp_path / "a.safetensors"))
-    assert reference(but(start, steps=0)).weights_sha256 == reference(job).weights_sha256
-    assert reference(start).weights_sha256 != reference(job).weights_sha256
-    assert simulate(start, pipelines=2, stages=2).state_sha256 == reference(start).state_sha256
+    assert reference(but(start, steps=0)).weights_sha256 == truth(job).weights_sha256
+    assert truth(start).weights_sha256 != truth(job).weights_sha256
+    assert simulate(start, pipelines=2, stages=2).state_sha256 == truth(start).state_sha256
 
 
 def test_a_parameter_with_two_names_in_a_layer_is_saved_once() -> None:
@@ -275,18 +279,19 @@ def test_a_file_of_another_model_is_refused(used: Callable[[Job], object], tmp_p
 
 
 def test_another_seed_learns_something_else() -> None:
-    assert len({simulate(but(seed=seed), stages=2).weights_sha256 for seed in range(4)}) == 4
+    assert len({run(but(seed=seed), like=plain, stages=2).weights_sha256 for seed in range(4)}) == 4
     assert len({reference(but(seed=seed, steps=0)).weights_sha256 for seed in range(4)}) == 4
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_no_steps_leave_the_initial_weights(shape: dict[str, Any]) -> None:
-    run = simulate(but(everything, steps=0), **shape)
+    job = but(everything, steps=0)
+    found = run(job, like=everything, **shape)
     state = State(everything, range(6))
-    assert run.losses == []
-    assert run.summary["steps"] == 0
-    assert run.weights_sha256 == reference(but(everything, steps=0)).weights_sha256
-    assert torch.equal(run.snapshot.parameters["1.linear.weight"], state.layers[1].trained["1.linear.weight"])
+    assert found.losses == []
+    assert found.summary["steps"] == 0
+    assert found.weights_sha256 == reference(job).weights_sha256
+    assert torch.equal(found.snapshot.parameters["1.linear.weight"], state.layers[1].trained["1.linear.weight"])
 
 
 class Faulty(Dense):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -37,16 +38,22 @@ def test_one_pipeline_with_a_split_backward_equals_the_reference(name: str, nurs
     assert summary.final_loss == wanted.losses[-1]
 
 
+@pytest.fixture(scope="module")
+def interrupted(nursery: LocalNursery, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that has ended after half of its steps."""
+    out = tmp_path_factory.mktemp("runs") / "half"
+    culm.train(but(exact, steps=4), pipelines=2, stages=3, out=str(out), checkpoint_every=3, nursery=nursery)
+    return out
+
+
 @pytest.mark.parametrize(
     "shape", [{"stages": 2, "schedule": "interleaved"}, {"pipelines": 3, "schedule": "zb"}], ids=str
 )
 def test_a_run_resumes_in_another_shape_as_if_it_had_not_been_interrupted(
-    shape: dict[str, int], nursery: LocalNursery, tmp_path: Path
+    shape: dict[str, int], interrupted: Path, nursery: LocalNursery, tmp_path: Path
 ) -> None:
-    first, whole = but(exact, steps=4), but(exact, steps=8)
-    out = str(tmp_path / "run")
-    culm.train(first, pipelines=2, stages=3, out=out, checkpoint_every=3, nursery=nursery)
-    resumed = culm.train(whole, resume=out, nursery=nursery, **shape)  # type: ignore[arg-type]
+    whole, out = but(exact, steps=8), shutil.copytree(interrupted, tmp_path / "run")
+    resumed = culm.train(whole, resume=str(out), nursery=nursery, **shape)  # type: ignore[arg-type]
     wanted = reference(whole)
     assert (resumed.steps, resumed.state_sha256) == (8, wanted.state_sha256)
     for name, value in resumed.weights().items():

@@ -10,12 +10,14 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+from tests.known import ready
 from torch import Tensor, nn
 
 from culm import Job
 from culm.cluster.setup import Result, encode
 from culm.errors import CulmError, NodeLost
-from culm.testing import Cluster, Faults, Simulated, simulate
+from culm.testing import Cluster, Faults, Simulated
+from culm.testing.cluster import NO_FAULTS, Script, enact
 
 PROMISED = {
     "steps", "samples", "samples_expected", "samples_lost", "samples_duplicated", "wall_s", "goodput", "strategy",
@@ -39,9 +41,14 @@ def job(**fields: Any) -> Job:
     return Job(**{**described, **fields})
 
 
-def run(out: str, described: Job | None = None, **request: Any) -> Simulated:
-    asked = {"pipelines": 2, "stages": 2, "out": out, "strategy": "none", "cost": lambda *_: 0.01}
-    return simulate(described or job(), **{**asked, **request})
+PLAIN = job()
+
+
+def run(
+    out: str, described: Job = PLAIN, *, faults: Faults = NO_FAULTS, script: Script | None = None, **request: Any
+) -> Simulated:
+    setup = ready(described, **{"pipelines": 2, "stages": 2, "out": out, "strategy": "none", **request})
+    return enact(described, setup, faults=faults, script=script, cost=lambda *_: 0.01)
 
 
 def text(out: str, name: str) -> str:
@@ -121,7 +128,8 @@ def test_the_trace_shows_what_came_before_a_loss_and_after(tmp_path: Path) -> No
 
 
 def test_a_long_run_leaves_a_trace_of_its_last_actions_only(tmp_path: Path) -> None:
-    run(str(tmp_path), job(steps=160, micro_batch=1, global_batch=16), pipelines=1, stages=1)
+    one = [lambda: nn.Linear(4, 4)]
+    run(str(tmp_path), job(layers=one, steps=160, micro_batch=1, global_batch=16), pipelines=1, stages=1)
     spans = [e for e in strict(text(str(tmp_path), "trace.json"))["traceEvents"] if e["ph"] == "X"]
     assert 1000 < len(spans) < 160 * 32
     assert max(span["args"]["step"] for span in spans) == 159

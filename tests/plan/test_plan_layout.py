@@ -42,7 +42,7 @@ def worlds(draw: st.DrawFn) -> World:
 
 
 @given(worlds())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_the_plan_around_the_holes_is_one_that_the_checker_accepts(given: World) -> None:
     layout = arrange_around(given)
     check(layout.plan)
@@ -50,7 +50,7 @@ def test_the_plan_around_the_holes_is_one_that_the_checker_accepts(given: World)
 
 
 @given(worlds())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_every_stage_is_run_by_workers_that_hold_it_and_by_all_of_its_own(given: World) -> None:
     layout = arrange_around(given)
     for stage in range(given.plan.stages):
@@ -62,7 +62,7 @@ def test_every_stage_is_run_by_workers_that_hold_it_and_by_all_of_its_own(given:
 
 
 @given(worlds())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_a_copy_lies_beside_the_runners_and_hears_from_one_of_them(given: World) -> None:
     layout = arrange_around(given)
     copies = [(replica.slot, replica.stage) for replica in layout.replicas]
@@ -75,7 +75,7 @@ def test_a_copy_lies_beside_the_runners_and_hears_from_one_of_them(given: World)
 
 
 @given(worlds())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_afterwards_every_stage_has_two_holders_wherever_there_are_two_workers(given: World) -> None:
     layout = arrange_around(given)
     for stage in range(given.plan.stages):
@@ -87,7 +87,7 @@ def holders(layout: Layout, stage: int) -> set[int]:
 
 
 @given(worlds())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_a_micro_batch_is_at_home_with_a_runner_of_its_stage(given: World) -> None:
     layout = arrange_around(given)
     for (segment, _), slot in layout.home.items():

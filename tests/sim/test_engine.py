@@ -20,7 +20,7 @@ WORK = Workload(
     name="small",
     pipelines=3,
     stages=4,
-    micro_batches=18,
+    micro_batches=9,
     micro_batch=2,
     costs=Costs(forward=0.1, input=0.1, weight=0.1),
     state_bytes=4e9,
@@ -54,9 +54,9 @@ def trace(*changes: tuple[float, str, int], nodes: int = 12, hours: float = 2.0,
 def test_time_work_and_money_add_up(
     name: str, seed: int, rate: float, group: float, available: float, told: bool
 ) -> None:
-    market = Market(nodes=14, hours=3, rate=rate, group=group, available=available, zones=2)
+    market = Market(nodes=14, hours=2, rate=rate, group=group, available=available, zones=2)
     run = play(TOLD if told else SCENE, name, generate(market, seed), PRICE)
-    assert sum(run.split.values()) == pytest.approx(3 * HOUR)
+    assert sum(run.split.values()) == pytest.approx(2 * HOUR)
     assert min(run.split.values()) >= -1e-6
     assert run.usd == pytest.approx(run.node_s / HOUR * (3.0 if name == "on-demand" else 1.0))
     fastest = WORK.samples / min(SCENE.steps.healthy(3), SCENE.steps.uneven(14)[0], SCENE.steps.one_f_one_b(3))
@@ -68,7 +68,7 @@ def test_time_work_and_money_add_up(
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_the_same_trace_gives_the_same_run(name: str) -> None:
-    market = generate(Market(nodes=14, hours=6, rate=1.0), 3)
+    market = generate(Market(nodes=14, hours=2, rate=1.0), 3)
     first, second = (play(Scene.of(WORK, CHARGES), name, market, PRICE) for _ in range(2))
     assert first == second
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.known import ready
 
 from culm import Job
 from culm.errors import PlanError
@@ -19,7 +20,6 @@ from culm.market import Event, Trace
 from culm.plan import LayerCost, Profile, Slot
 from culm.plan.reconfigure import Decision, Layout
 from culm.plan.reshape import AHEAD, QUIET, judge
-from culm.runtime.blueprint import probe
 from culm.schedule import Costs
 from culm.sim import led, ours
 from culm.sim.costs import Charges
@@ -28,8 +28,9 @@ from culm.sim.steps import Steps
 from culm.sim.strategy import Scene
 from culm.sim.study import Price, play
 from culm.sim.workload import Workload
-from culm.testing import Faults, simulate
+from culm.testing import Faults
 from culm.testing.chaos import job_of
+from culm.testing.cluster import enact
 
 WORK = Workload(
     name="small",
@@ -187,12 +188,13 @@ def test_small_cases_are_cut_and_planned_and_large_ones_are_near_to_that() -> No
 
 SECONDS = 0.02
 LAYERS, MICRO_BATCHES = 6, 6
+JOB = replace(job_of((), True, MICRO_BATCHES), steps=20)
 
 
 def alike(job: Job) -> Profile:
     """Of the job's layers; all take the same time and have next to nothing to move."""
     cost = {"forward_s": SECONDS, "input_s": SECONDS, "weight_s": SECONDS, "state_bytes": 8}
-    seen = [(layer.name, layer.parameter_bytes) for layer in probe(job).profile.layers]
+    seen = [(layer.name, layer.parameter_bytes) for layer in ready(job).layers]
     layers = [
         LayerCost(name=name, parameter_bytes=size, **cost, activation_bytes=4, output_bytes=4)  # type: ignore[arg-type]
         for name, size in seen
@@ -210,7 +212,7 @@ def decided_by_a_leader(folder: Path, job: Job, lost: int, **request: Any) -> li
         return each * (2 if "B" in action else 1 if action[-1].isdigit() else 0)
 
     faults = Faults().kill(lost, step=3, nth=2)
-    simulate(job, faults=faults, cost=cost, profile=str(folder / "profile.json"), out=str(run), **request)
+    enact(job, ready(job, profile=str(folder / "profile.json"), out=str(run), **request), faults=faults, cost=cost)
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     return [(event["verdict"], event["layout"]) for event in events if event["kind"] == "decision"]
 
@@ -251,7 +253,6 @@ def test_a_leader_decides_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, pipelines: int, stages: int, lost: int, policy: str
 ) -> None:
     asked = {"strategy": strategy, "pipelines": pipelines, "stages": stages, "reconfigure": policy}
-    job = replace(job_of((), True, MICRO_BATCHES), steps=20)
-    by_leader = decided_by_a_leader(tmp_path, job, lost, **asked)
+    by_leader = decided_by_a_leader(tmp_path, JOB, lost, **asked)
     assert bool(by_leader) == (policy != "never")
-    assert decided_here(lost, 20, monkeypatch, **asked) == by_leader
+    assert decided_here(lost, JOB.steps, monkeypatch, **asked) == by_leader

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
+from tests.known import hurt
 
 from culm import Job
 from culm.errors import UsageError
-from culm.testing import Faults, Simulated, survives
+from culm.testing import Faults, Simulated
 from culm.testing.chaos import job_of
 from culm.testing.cluster import LEASE_S
 
 SHAPE: dict[str, Any] = {"pipelines": 2, "stages": 2, "strategy": "reroute"}
 
 
+@functools.cache
 def job() -> Job:
     return job_of((), True, 4)
 
 
 def endured(faults: Faults) -> Simulated:
-    (found,) = survives(job(), faults=faults, **SHAPE)
-    return found.run
+    return hurt(job(), faults, **SHAPE)
 
 
 @pytest.mark.parametrize("seconds", [0.1, 3 * LEASE_S])

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.known import ready, truth
 
 from culm.errors import NodeLost, RunError, UsageError
 from culm.schedule import generate
 from culm.schedule.action import Kind
 from culm.testing import Deadlock, Faults, Simulated, reference, simulate
+from culm.testing.cluster import enact
 
 from .jobs import job
 
+JOB = job()
 
-def hurt(faults: Faults, **arguments: Any) -> Simulated:
-    given = {"pipelines": 2, "stages": 2, "cost": lambda *_: 0.01, "latency": 0.001, **arguments}
-    return simulate(job(), faults=faults, **given)
+
+def hurt(faults: Faults, *, seed: int = 0, **request: Any) -> Simulated:
+    setup = ready(JOB, **{"pipelines": 2, "stages": 2, **request})
+    return enact(JOB, setup, faults=faults, seed=seed, cost=lambda *_: 0.01, latency=0.001)
+
+
+@functools.cache
+def quiet(schedule: str = "1f1b") -> Simulated:
+    """A run that nothing befalls."""
+    return hurt(Faults(), schedule=schedule)
 
 
 HARMLESS = {
@@ -36,11 +47,11 @@ HARMLESS = {
 @pytest.mark.parametrize("name", HARMLESS)
 def test_what_only_takes_time_changes_nothing_but_time(name: str, schedule: str) -> None:
     """Under split backward a B means the W: each fault strikes under both schedules."""
-    quiet, found = hurt(Faults(), schedule=schedule), hurt(HARMLESS[name], schedule=schedule)
-    assert found.state_sha256 == quiet.state_sha256 == reference(job()).state_sha256
-    assert found.losses == quiet.losses
+    calm, found = quiet(schedule), hurt(HARMLESS[name], schedule=schedule)
+    assert found.state_sha256 == calm.state_sha256 == truth(JOB).state_sha256
+    assert found.losses == calm.losses
     assert {strike.fault for strike in found.strikes} == set(HARMLESS[name].all)
-    assert found.virtual_s > quiet.virtual_s
+    assert found.virtual_s > calm.virtual_s
 
 
 @pytest.mark.parametrize("strategy", ["reroute", "shadow"])
@@ -50,7 +61,7 @@ def test_connections_that_break_between_nodes_that_live_are_made_anew_and_nobody
 ) -> None:
     """Cut off for less than the lease: when that is over every connection across turns out to be broken."""
     found = hurt(Faults().partition(node, step=1, nth=2, seconds=1.0), strategy=strategy)
-    assert found.state_sha256 == reference(job()).state_sha256
+    assert found.state_sha256 == truth(JOB).state_sha256
     assert found.summary["preemptions"] == 0
 
 
@@ -125,7 +136,7 @@ def test_a_lost_frame_that_nobody_sends_again_is_a_deadlock_and_not_a_hang() -> 
 
 @pytest.mark.parametrize("node", range(4))
 def test_the_history_tells_where_every_node_was(node: int) -> None:
-    history = str(hurt(Faults()).history)
+    history = str(quiet().history)
     assert f"node {node} has joined" in history
     assert f"node {node}   was last at " in history
     assert "epoch 1: members 0 1 2 3" in history
@@ -158,15 +169,15 @@ def test_a_node_that_there_is_not_is_refused(faults: Faults) -> None:
 
 
 def test_a_kill_can_be_placed_at_every_action_of_the_plan() -> None:
-    """Each action of each node is a moment, in each step, and comes once."""
-    seen = itertools.chain.from_iterable(
-        [f"{segment}F{micro}", f"{segment}B{micro}"] for segment in (0, 1) for micro in range(4)
-    )
-    for action in seen:
-        node = 2 * (int(action[2]) // 2) + int(action[0])
-        faults = Faults().pause(node, at=action, step=2, seconds=0.1).pause(node, at=action, nth=3, seconds=0.1)
-        found = hurt(faults, strategy="none")
-        assert [strike.at for strike in found.strikes] == [action, action]
+    """Each action of each node is a moment, in each step, and comes once: in step 2 for the third time."""
+    faults, actions = Faults(), []
+    for segment, kind, micro in itertools.product((0, 1), "FB", range(4)):
+        node, action = 2 * (micro // 2) + segment, f"{segment}{kind}{micro}"
+        faults = faults.pause(node, at=action, step=2, seconds=0.1).pause(node, at=action, nth=3, seconds=0.1)
+        actions += [action, action]
+    found = hurt(faults, strategy="none")
+    assert sorted(strike.at for strike in found.strikes) == sorted(actions)
+    assert found.missed(faults) == []
 
 
 @pytest.mark.parametrize("schedule", ["zb", "interleaved"])
@@ -182,7 +193,8 @@ def test_every_action_that_a_plan_writes_is_a_moment_of_its_node(schedule: str) 
 def test_notice_to_a_node_that_has_not_come_yet_is_heard_by_the_others_alone() -> None:
     """Node 4 comes two steps after the notice to nodes 3 and 4."""
     faults = Faults().warn((3, 4), step=0, nth=2, seconds=30.0).join(0, step=2)
-    run = simulate(job(steps=5, exact=True), faults=faults, pipelines=2, stages=2, strategy="reroute")
+    described = job(steps=5)
+    run = simulate(described, faults=faults, pipelines=2, stages=2, strategy="reroute")
     assert run.missed(faults) == []
-    assert run.state_sha256 == reference(job(steps=5, exact=True)).state_sha256
+    assert run.state_sha256 == reference(described).state_sha256
     assert [each["lost"] for each in run.summary["recoveries"]] == [[3]]

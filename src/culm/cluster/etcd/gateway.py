@@ -24,6 +24,7 @@ from culm.cluster.etcd.wire import (
     TxnAnswer,
     WatchAnswer,
     WatchMessage,
+    decode,
     encode,
 )
 from culm.errors import CulmError, RunError, UsageError
@@ -171,7 +172,7 @@ class Gateway:
         async with self._post(path, body) as response:
             await self._accept(response)
             try:
-                return msgspec.json.decode(await response.read(), type=kind, strict=False)
+                return decode(await response.read(), kind)
             except msgspec.MsgspecError:
                 raise Unreachable(f"{self.endpoint} answers, but not as etcd does", final=True) from None
 
@@ -208,7 +209,7 @@ class Gateway:
         raise trouble
 
     def _message(self, line: bytes) -> WatchAnswer:
-        message = msgspec.json.decode(line, type=WatchMessage, strict=False)
+        message = decode(line, WatchMessage)
         if message.result is None or (message.result.canceled and not message.result.compact_revision):
             self._token = ""  # a watch with an ended token is cancelled, and does not say that this is why
             raise Unreachable(f"{self.endpoint} has cancelled a watch")

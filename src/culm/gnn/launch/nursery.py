@@ -19,7 +19,7 @@ import msgspec
 
 from culm.gnn.launch.base import Ticket
 from culm.gnn.launch.entry import Entry, live, resolve
-from culm.providers.nursery import NVML_CHECK, fork
+from culm.providers.nursery import NVML_CHECK, fork, spare_nodes
 
 _REAP_S = 0.2
 
@@ -94,6 +94,7 @@ def main(descriptor: int, *entries: str) -> None:
         resolve(entry)  # imports it
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)  # workers share the cores among themselves
+    spare_nodes()
     try:
         Nursery(Connection(descriptor)).serve()
     finally:
