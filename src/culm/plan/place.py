@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from heapq import heappop, heappush
 from itertools import count
 from typing import TypeAlias
@@ -23,6 +24,8 @@ from culm.schedule.timing import prices, sends
 _RANK = {Kind.I: 0, Kind.B: 0, Kind.F: 1, Kind.W: 2}
 _Ready: TypeAlias = tuple[tuple[float, ...], int]
 """What a task is ordered by, and the number of its lot."""
+_Made: TypeAlias = tuple[Cell, bool]
+"""What another segment takes: (cell, whether it is the output of F)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +64,7 @@ def place(
     `home` names, by (segment, micro-batch), the worker that runs what no tape binds to another. `by_chain` prefers the
     action that the longest chain of others hangs on.
     """
-    return _Pass(lots, floor, _homes(lots, home or {}), by_chain).run()
+    return _Pass(_Given(lots, floor), _homes(lots, home or {}), by_chain).run()
 
 
 _UNKNOWN = Outlook()
@@ -83,35 +86,78 @@ def best(lots: Sequence[Lot], floor: Floor, home: Mapping[tuple[int, int], int],
 def _tries(
     lots: Sequence[Lot], floor: Floor, own: Mapping[tuple[int, int], int], rest: Outlook, found: Sequence[Placed]
 ) -> Iterator[Placed]:
+    given = _Given(lots, floor)
+    tried: list[dict[Lot, int]] = []
     for way in ("own", "anywhere", "divided"):
         homes = _homes(lots, own) if way == "own" else divided(lots, floor, rest.idle) if way == "divided" else {}
-        for by_chain in (False, True):
-            yield _Pass(lots, floor, homes, by_chain).run()
-    for placed in sorted(found, key=lambda placed: placed.makespan):
-        yield Placed(*shortened(placed.lists, floor, rest.bound))
+        for by_chain in (False, True) if homes not in tried else ():
+            yield _Pass(given, homes, by_chain).run()
+        tried.append(homes)
+    for lists in dict.fromkeys(placed.lists for placed in sorted(found, key=lambda placed: placed.makespan)):
+        yield Placed(*shortened(lists, floor, rest.bound))
 
 
 def _homes(lots: Sequence[Lot], home: Mapping[tuple[int, int], int]) -> dict[Lot, int]:
     return {lot: home[lot.cell[1:]] for lot in lots if lot.holder is None and lot.cell[1:] in home}
 
 
+class _Given:
+    """The lots, and what any pass over them goes by."""
+
+    def __init__(self, lots: Sequence[Lot], floor: Floor) -> None:
+        self.lots, self.floor = lots, floor
+        self.price = prices(floor.costs, floor.segments)
+        self.send = sends(floor.costs, floor.segments)
+        made = {(lot.cell, kind is Kind.F) for lot in lots for kind in lot.kinds if kind in (Kind.F, Kind.I, Kind.B)}
+        wanted = ([self._needs(lot.cell, kind) for kind in lot.kinds] for lot in lots)
+        self.needs = [[each if each in made else None for each in some] for some in wanted]
+        """By lot and place in it: what another one makes; what nobody makes is there already."""
+
+    def _needs(self, cell: Cell, kind: Kind) -> _Made | None:
+        step, segment, micro = cell
+        if kind is Kind.F:
+            return (Cell(step, segment - 1, micro), True) if segment else None
+        if kind in (Kind.I, Kind.B) and segment + 1 < self.floor.segments:
+            return Cell(step, segment + 1, micro), False
+        return None
+
+    @cached_property
+    def chains(self) -> dict[tuple[int, int], float]:
+        """By lot and place in it: how long the chain of actions is that begins there."""
+        takers: dict[_Made, list[tuple[int, int]]] = {}
+        for number, some in enumerate(self.needs):
+            for index, needs in enumerate(some):
+                if needs is not None:
+                    takers.setdefault(needs, []).append((number, index))
+        found: dict[tuple[int, int], float] = {}
+
+        def chain(number: int, index: int) -> float:
+            if (number, index) not in found:
+                lot = self.lots[number]
+                kind = lot.kinds[index]
+                after = [(number, index + 1)] if index + 1 < len(lot.kinds) else []
+                after += takers.get((lot.cell, kind is Kind.F), []) if kind is not Kind.W else []
+                price = self.price[kind][lot.cell.segment]
+                found[number, index] = price + max((chain(*each) for each in after), default=0.0)
+            return found[number, index]
+
+        for number, lot in enumerate(self.lots):
+            for index in range(len(lot.kinds)):
+                chain(number, index)
+        return found
+
+
 class _Pass:
     """A simulation. Events are (time, number, what): that a worker is free, or that a lot may go on."""
 
-    def __init__(self, lots: Sequence[Lot], floor: Floor, home: Mapping[Lot, int], by_chain: bool = False) -> None:
+    def __init__(self, given: _Given, home: Mapping[Lot, int], by_chain: bool = False) -> None:
+        lots, floor = given.lots, given.floor
         self.lots, self.floor, self.home = lots, floor, home
-        self.price = prices(floor.costs, floor.segments)
-        self.send = sends(floor.costs, floor.segments)
-        self.makers = {
-            (lot.cell, kind is Kind.F): number
-            for number, lot in enumerate(lots)
-            for kind in lot.kinds
-            if kind in (Kind.F, Kind.I, Kind.B)
-        }
-        self.chains = self._chains() if by_chain else None
+        self.price, self.send, self.needs = given.price, given.send, given.needs
+        self.chains = given.chains if by_chain else None
         self.at = [0] * len(lots)
         self.runner: list[int | None] = [lot.holder for lot in lots]
-        self.made: dict[tuple[Cell, bool], float] = {}
+        self.made: dict[_Made, float] = {}
         self.open = Counter((lot.cell.step, self._stage(lot)) for lot in lots if not lot.again)
         self.live: Counter[tuple[int, int]] = Counter()
         self.lists: list[list[Task]] = [[] for _ in range(floor.workers)]
@@ -120,7 +166,7 @@ class _Pass:
         self.bound: dict[int, list[_Ready]] = {worker: [] for worker in self.free}
         self.shared: dict[tuple[int, ...], list[_Ready]] = {}
         self.blocked: list[int] = []
-        self.waiting: dict[tuple[Cell, bool], list[int]] = {}
+        self.waiting: dict[_Made, list[int]] = {}
         self.events: list[tuple[float, int, int, int]] = []
         self.numbers = count()
         self.end = 0.0
@@ -154,8 +200,8 @@ class _Pass:
         if kind is Kind.F and self._shut(lot):
             self.blocked.append(number)
             return
-        needed = self._needs(lot, kind)
-        if needed is not None and needed in self.makers:
+        needed = self.needs[number][self.at[number]]
+        if needed is not None:
             ready = self.made.get(needed)
             if ready is None:
                 self.waiting.setdefault(needed, []).append(number)
@@ -164,40 +210,6 @@ class _Pass:
                 heappush(self.events, (ready, next(self.numbers), -1, number))
                 return
         self._queue(number, kind)
-
-    def _needs(self, lot: Lot, kind: Kind) -> tuple[Cell, bool] | None:
-        """What another segment makes: (cell, whether it is the output of F)."""
-        step, segment, micro = lot.cell
-        if kind is Kind.F:
-            return (Cell(step, segment - 1, micro), True) if segment else None
-        if kind in (Kind.I, Kind.B) and segment + 1 < self.floor.segments:
-            return Cell(step, segment + 1, micro), False
-        return None
-
-    def _chains(self) -> dict[tuple[int, int], float]:
-        """By lot and place in it: how long the chain of actions is that begins there."""
-        takers: dict[tuple[Cell, bool], list[tuple[int, int]]] = {}
-        for number, lot in enumerate(self.lots):
-            for index, kind in enumerate(lot.kinds):
-                needs = self._needs(lot, kind)
-                if needs is not None:
-                    takers.setdefault(needs, []).append((number, index))
-        found: dict[tuple[int, int], float] = {}
-
-        def chain(number: int, index: int) -> float:
-            if (number, index) not in found:
-                lot = self.lots[number]
-                kind = lot.kinds[index]
-                after = [(number, index + 1)] if index + 1 < len(lot.kinds) else []
-                after += takers.get((lot.cell, kind is Kind.F), []) if kind is not Kind.W else []
-                price = self.price[kind][lot.cell.segment]
-                found[number, index] = price + max((chain(*each) for each in after), default=0.0)
-            return found[number, index]
-
-        for number, lot in enumerate(self.lots):
-            for index in range(len(lot.kinds)):
-                chain(number, index)
-        return found
 
     def _shut(self, lot: Lot) -> bool:
         """Whether an older step has to be added up first, in this stage or in all."""
@@ -226,11 +238,14 @@ class _Pass:
                 self._start(worker, heappop(queue)[1], now)
 
     def _best(self, worker: int) -> list[_Ready] | None:
-        queues = [self.bound[worker], *(queue for those, queue in self.shared.items() if worker in those)]
-        open_queues = [queue for queue in queues if queue and self._has_room(worker, queue[0][1])]
-        if not open_queues and queues[0]:
-            return self._past_forwards(worker)
-        return min(open_queues, key=lambda queue: queue[0]) if open_queues else None
+        own = self.bound[worker]
+        queues = [own] if own else []
+        queues += [queue for those, queue in self.shared.items() if queue and worker in those]
+        if self.floor.ahead is not None:
+            queues = [queue for queue in queues if self._has_room(worker, queue[0][1])]
+            if not queues and own:
+                return self._past_forwards(worker)
+        return min(queues, key=lambda queue: queue[0]) if len(queues) > 1 else queues[0] if queues else None
 
     def _has_room(self, worker: int, number: int) -> bool:
         lot = self.lots[number]

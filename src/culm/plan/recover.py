@@ -148,9 +148,12 @@ def recover(scene: Scene, standings: Mapping[int, Standing]) -> Recovery:
     rest = outlook(asked(usable, split=True).lots, floor)
 
     def attempt(found: Mapping[int, Standing]) -> tuple[Missing, Ordered]:
-        ways = (True,) if scene.split else (False, True)
-        tried = [asked(found, split=split) for split in ways]
-        placed = [(missing, order(missing.lots, floor, scene.home, scene.leaving, rest)) for missing in tried]
+        placed: list[tuple[Missing, Ordered]] = []
+        for split in (True,) if scene.split else (False, True):
+            missing = asked(found, split=split)
+            placed.append((missing, order(missing.lots, floor, scene.home, scene.leaving, rest)))
+            if placed[-1][1].makespan <= rest.bound + 1e-9:  # nothing is shorter
+                break
         return min(placed, key=lambda pair: pair[1].makespan)
 
     missing, placed = in_time(usable, scene.leaving, scene.patience, attempt)

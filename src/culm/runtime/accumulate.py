@@ -129,7 +129,7 @@ def finish(gradient: Tensor, total: Tensor, bound: int, divisor: float, label: s
             "scale the loss down, or run without exact"
         )
     for part, into in zip(_blocks(total), _blocks(gradient), strict=True):
-        into.copy_(part.double().mul_(1.0 / SCALE).div_(divisor))
+        into.copy_(part.double().div_(divisor * SCALE))  # a power of two rounds nothing: it is divided once
 
 
 def _blocks(values: Tensor) -> Sequence[Tensor]:

@@ -128,12 +128,14 @@ class Book:
         for layer, bound, broken in zip(self.segment.layers, head[m : m + n], head[m + n :], strict=True):
             layer.accumulator.bound = int(bound)
             layer.accumulator.finite = broken == 0
+        bounds = {layer.index: layer.accumulator.bound for layer in self.segment.layers}
+        if not self.segment.last and not self._pattern():
+            return Settled(counts, [], [], bounds, {})
         rows = rider[m + 2 * n :].view(m, -1)
         if dropped:
             rows = rows[[micro for micro in range(m) if micro not in dropped]]
         losses = rows[:, 0].tolist() if self.segment.last else []
         weights = rows[:, 1].tolist() if self.segment.last else []
-        bounds = {layer.index: layer.accumulator.bound for layer in self.segment.layers}
         return Settled(counts, losses, weights, bounds, self._statistics(rows[:, 2 if self.segment.last else 0 :]))
 
     def _statistics(self, rows: Tensor) -> dict[int, list[Statistics]]:

@@ -92,7 +92,8 @@ class Closing:
             settled = self.desk.step(step).settled
             for g in holding.segments:
                 for layer in holding.segments[g].layers:
-                    apply_statistics(layer, settled[g].statistics.get(layer.index, ()))
+                    if layer.moving:
+                        apply_statistics(layer, settled[g].statistics.get(layer.index, ()))
         for layer in layers:
             layer.accumulator.clear()
         holding.stepped()

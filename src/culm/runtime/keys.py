@@ -97,7 +97,9 @@ def sample_indices(job: Job, step: int, micro: int) -> list[int]:
     return [_shuffled(job.seed, number, count) for number in range(first, first + job.micro_batch)]
 
 
+@functools.lru_cache(maxsize=4096)
 def _shuffled(seed: int, number: int, count: int) -> int:
+    """Kept for a while: whoever runs the first layers asks, and whoever runs the last; often that is one process."""
     epoch, position = divmod(number, count)
     return permute(position, count, _order(seed, epoch))
 

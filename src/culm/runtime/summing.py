@@ -97,7 +97,7 @@ class Summing:
         """The sums of all runners, one flat tensor for each of these. The rider is added up in place."""
         buckets = list(_buckets(totals))
         copies = [torch.cat([t.reshape(-1) for t in bucket]).cpu() for bucket in buckets]
-        await asyncio.gather(*(group.all_reduce(copy) for copy in (*copies, rider)))
+        await group.all_reduce(*copies, rider)
         return [
             part
             for bucket, copy in zip(buckets, copies, strict=True)

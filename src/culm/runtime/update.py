@@ -84,8 +84,8 @@ def check_finite(step: int, layers: Iterable[HeldLayer], groups: Iterable[TiedGr
     made = [(layer.label, layer.accumulator.gradient, layer.accumulator.finite) for layer in layers]
     made += [(f"the tied {group.name}", group.gradient, True) for group in groups]
     if all(finite for _, _, finite in made):
-        total = torch.stack([gradient.sum().float() for _, gradient, _ in made]).sum()
-        if math.isfinite(total):  # a NaN or an infinity would show
+        sums = [gradient.sum().float() for _, gradient, _ in made]
+        if math.isfinite(sums[0] if len(sums) == 1 else torch.stack(sums).sum()):  # a NaN or an infinity would show
             return
     for label, gradient, finite in made:
         if not finite or not bool(gradient.isfinite().all()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from culm.schedule.action import BACKWARD, Action, Kind
@@ -32,8 +33,12 @@ class Step(NamedTuple):
     sends: tuple[Edge, ...]
 
 
+@lru_cache(maxsize=8)
 def lower(plan: Plan) -> tuple[tuple[Step, ...], ...]:
-    """Each worker's list with its sends and receives. The plan is taken to be one that `check` accepts."""
+    """Each worker's list with its sends and receives. The plan is taken to be one that `check` accepts.
+
+    Kept for a while: all workers of a simulated cluster ask for the same.
+    """
     placement = plan.placement()
     incoming = {action: _edge(action, worker, plan.segments, placement) for action, worker in placement.items()}
     outgoing: defaultdict[Action, list[Edge]] = defaultdict(list)

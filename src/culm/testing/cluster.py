@@ -23,7 +23,7 @@ from culm.runtime.worker import Worker
 from culm.testing.fate import Fate, Strike
 from culm.testing.faults import Faults
 from culm.testing.history import History
-from culm.testing.loop import VirtualClock, run_virtual, virtual_loop
+from culm.testing.loop import VirtualClock, run_virtual, seldom_collected, virtual_loop
 from culm.testing.machines import Machines
 from culm.transport.memory import MemoryNetwork
 
@@ -91,6 +91,7 @@ def simulate(
     return enact(job, setup, faults=faults, seed=seed, **ways)
 
 
+@seldom_collected()
 def enact(
     job: Job,
     setup: Setup,

@@ -44,7 +44,7 @@ class Fate:
         latency: float = 0.0,
         seed: int = 0,
     ) -> None:
-        self.faults, self.machines, self.latency = faults, machines, latency
+        self.faults, self.machines = faults, machines
         self._add, self._warn, self._wish = add, warn, wish
         ever = nodes + sum(fault.count for fault in faults.all if isinstance(fault, Join))
         for fault in faults.all:
@@ -54,6 +54,7 @@ class Fate:
         self._links = [fault for fault in faults.all if isinstance(fault, LinkFault)]
         self._disks = {fault.node: fault.seconds for fault in faults.all if isinstance(fault, SlowDisk)}
         self._times: collections.Counter[int] = collections.Counter()
+        self._usual = Passage(latency)
         self._dice = {i: random.Random(f"{seed} {fault}") for i, fault in enumerate(self._links)}
 
     def begin(self) -> None:
@@ -63,14 +64,13 @@ class Fate:
                 strike = functools.partial(self._strike, blow, "")
                 asyncio.get_running_loop().call_later(blow.after_s, strike, context=Context())
 
-    async def reached(self, node: int, step: int, action: str) -> None:
-        """A node has done an action and nobody knows of it yet. May not return: the node is gone, or stands still."""
+    def reached(self, node: int, step: int, action: str) -> bool:
+        """A node has done an action and nobody knows of it yet. Whether something strikes now, that node or another."""
         self.machines.history.reached(node, step, action)
         due = [blow for i, blow in enumerate(self._blows) if self._due(i, blow, node, step, action)]
         for blow in due:
             self._strike(blow, action)
-        if due:
-            await asyncio.sleep(0)  # where it befalls this node, this is as far as it gets
+        return bool(due)
 
     def _due(self, number: int, blow: Blow, node: int, step: int, action: str) -> bool:
         if not blow.matches(node, step, action):
@@ -113,12 +113,14 @@ class Fate:
 
     def way(self, parcel: Parcel) -> Passage | None:
         """How a parcel travels. What stays on a node is never touched."""
+        if not self._links and not self.machines.cut:
+            return self._usual
         source, target = node_of(parcel.source), node_of(parcel.target)
         if source == target:
-            return Passage(self.latency)
+            return self._usual
         if not self.machines.hears(source, target):
             return None
-        passage: Passage | None = Passage(self.latency)
+        passage: Passage | None = self._usual
         for number, fault in enumerate(self._links):
             if passage is not None and fault.concerns(source, target):
                 passage = self._hindered(number, fault, parcel, passage)

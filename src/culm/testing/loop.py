@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import gc
 import heapq
-import selectors
+import itertools
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextvars import Context, ContextVar, copy_context
@@ -30,72 +30,35 @@ class Deadlock(Exception):
     """Everybody waits and no timer is set: in the real world this run would hang for ever."""
 
 
-class _NoWaiting(selectors.SelectSelector):
-    """A selector that never sleeps: it moves the virtual clock instead."""
-
-    def __init__(self, loop_time: list[float]) -> None:
-        super().__init__()
-        self._time = loop_time
-        self.explain: Callable[[], str] = lambda: ""
-
-    def select(self, timeout: float | None = None) -> list[Any]:
-        if timeout is None:
-            raise Deadlock(f"every coroutine waits and no timer is set{self.explain()}")
-        self._time[0] += max(0.0, timeout)
-        return []
-
-
-class _Call(asyncio.Handle):
-    """A callback of a node: run when its turn comes; if the node stands still then, when it goes on."""
-
-    __slots__ = ("held", "node")
-    held: dict[int, list[asyncio.Handle]]
-    node: int
-
-    def _run(self) -> None:
-        waiting = self.held.get(self.node)
-        if waiting is None:
-            asyncio.Handle._run(self)
-        else:
-            waiting.append(self)
-
-
-class _Timer(asyncio.TimerHandle):
-    """The same, with a moment."""
-
-    __slots__ = _Call.__slots__
-    held: dict[int, list[asyncio.Handle]]
-    node: int
-    _scheduled: bool
-
-    _run = _Call._run
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
+class VirtualLoop(asyncio.BaseEventLoop):
     """Deterministic: callbacks run in the order in which they were asked for, timers in the order of their time.
 
     Nothing of the outside is heard: threads and sockets have no place in virtual time. What is to run is put where
-    asyncio's own loop looks for it.
+    asyncio's own loop keeps it.
     """
 
     _ready: deque[asyncio.Handle]
-    _scheduled: list[asyncio.TimerHandle]
+    _scheduled: list[tuple[float, int, asyncio.Handle | asyncio.Future[None]]]
+    """By time, and of one time in the order of being asked for: what is to run, or who sleeps until then."""
+    _stopping: bool
+    _clock_resolution: float
 
     def __init__(self) -> None:
-        self._virtual = [0.0]
+        super().__init__()
+        self._now = 0.0
+        self._numbers = itertools.count()
         self._tasks: dict[int, list[asyncio.Task[Any]]] = {}
         """By node, in order; some of them may be done."""
         self.held: dict[int, list[asyncio.Handle]] = {}
         """What nodes that stand still would do now, in order."""
-        self._selector_of_time = _NoWaiting(self._virtual)
-        super().__init__(self._selector_of_time)
+        self._explain: Callable[[], str] = lambda: ""
 
     def time(self) -> float:
-        return self._virtual[0]
+        return self._now
 
     def explain_deadlocks(self, explain: Callable[[], str]) -> None:
         """Call a function in a deadlock, while everybody still waits, for more to say about it."""
-        self._selector_of_time.explain = explain
+        self._explain = explain
 
     def places(self, node: int) -> list[str]:
         """Where the coroutines of a node are."""
@@ -121,6 +84,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             task.cancel()
         self.resume(node)
 
+    def close(self) -> None:
+        """What ran here is forgotten at once, and need not be found by the garbage collector."""
+        super().close()
+        self._tasks.clear()
+        self._explain = lambda: ""
+
     def create_task(self, coro: Any, **options: Any) -> asyncio.Task[Any]:
         task = super().create_task(coro, **options)
         context = options.get("context")
@@ -135,27 +104,53 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def call_soon(
         self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
-        context = copy_context() if context is None else context
-        node = context.get(_node)
-        if node is None:
-            return super().call_soon(callback, *args, context=context)
-        call = _Call(callback, args, self, context)
-        call.held, call.node = self.held, node
+        call = asyncio.Handle(callback, args, self, context)
         self._ready.append(call)
         return call
 
     def call_at(
         self, when: float, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        context = copy_context() if context is None else context
-        node = context.get(_node)
-        if node is None:
-            return super().call_at(when, callback, *args, context=context)
-        timer = _Timer(when, callback, args, self, context)
-        timer.held, timer.node = self.held, node
-        heapq.heappush(self._scheduled, timer)
-        timer._scheduled = True
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        heapq.heappush(self._scheduled, (when, next(self._numbers), timer))
         return timer
+
+    def after(self, seconds: float) -> asyncio.Future[None]:
+        """Done after so long: a shorter way than asyncio.sleep."""
+        waking: asyncio.Future[None] = self.create_future()
+        heapq.heappush(self._scheduled, (self._now + seconds, next(self._numbers), waking))
+        return waking
+
+    def _write_to_self(self) -> None:
+        """Nobody has to be woken: the loop never sleeps."""
+
+    def _run_once(self) -> None:
+        """What asyncio calls over and over for one round: here all of them, until the loop is stopped."""
+        ready, scheduled, held = self._ready, self._scheduled, self.held
+        while not self._stopping:
+            if not ready:
+                self._pass_time()
+            while scheduled and scheduled[0][0] < self._now + self._clock_resolution:
+                due = heapq.heappop(scheduled)[2]
+                if isinstance(due, asyncio.Handle):
+                    ready.append(due)
+                elif not due.done():
+                    due.set_result(None)
+            for _ in range(len(ready)):
+                call: Any = ready.popleft()  # typeshed does not know that it has a context
+                if held and (node := call._context.get(_node)) in held:
+                    held[node].append(call)
+                elif not call._cancelled:
+                    call._run()
+
+    def _pass_time(self) -> None:
+        """Nobody has anything to do: it is the time of the first who waits for one."""
+        scheduled = self._scheduled
+        while scheduled and scheduled[0][2].cancelled():
+            heapq.heappop(scheduled)
+        if not scheduled:
+            raise Deadlock(f"every coroutine waits and no timer is set{self._explain()}")
+        self._now += max(0.0, scheduled[0][0] - self._now)
 
 
 def _innermost(coroutine: Any) -> str:
@@ -175,15 +170,13 @@ def virtual_loop() -> VirtualLoop:
     return loop
 
 
-def run_virtual(main: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end in virtual time; what is still running then is cancelled. Raises Deadlock."""
-    with _seldom_collected(), asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(main)
-
-
 @contextlib.contextmanager
-def _seldom_collected() -> Iterator[None]:
-    """Little of what is made in virtual time is a cycle: the collector would look through much, often, for nothing."""
+def seldom_collected() -> Iterator[None]:
+    """Little of what is made in virtual time is a cycle: the collector would look through much, often, for nothing.
+
+    It looks when this ends. Around all that knows of a run, it finds that gone: what it finds in use it would keep for
+    later, to look through all that several runs have left, which is long out of the processor's cache.
+    """
     before = gc.get_threshold()
     if 0 < before[0] < _COLLECTED:
         gc.set_threshold(_COLLECTED, *before[1:])
@@ -193,11 +186,23 @@ def _seldom_collected() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
+@seldom_collected()
+def run_virtual(main: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end in virtual time; what is still running then is cancelled. Raises Deadlock."""
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(main)
+
+
+def _passing(seconds: float) -> Awaitable[None]:
+    """As asyncio.sleep."""
+    return virtual_loop().after(seconds) if seconds > 0 else asyncio.sleep(0)
+
+
 class Hurt(Protocol):
     """What may befall a node while it works."""
 
-    def reached(self, node: int, step: int, action: str) -> Awaitable[None]:
-        """A node has done an action and nobody knows of it yet. May not return: the node is gone, or stands still."""
+    def reached(self, node: int, step: int, action: str) -> bool:
+        """A node has done an action and nobody knows of it yet. Whether something strikes now, that node or another."""
 
     def disk_s(self, node: int | None) -> float:
         """How long a call of the outside takes on a node."""
@@ -214,15 +219,15 @@ class VirtualClock:
         return asyncio.get_running_loop().time()
 
     async def sleep(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
+        await _passing(seconds)
 
     async def work(self, node: int, step: int, action: str) -> None:
-        await asyncio.sleep(self._cost(node, step, action))
-        if self.hurt is not None:
-            await self.hurt.reached(node, step, action)
+        await _passing(self._cost(node, step, action))
+        if self.hurt is not None and self.hurt.reached(node, step, action):
+            await asyncio.sleep(0)  # where it befalls this node, this is as far as it gets
 
     async def aside(self, slow: Callable[A, T], *args: A.args, **kwargs: A.kwargs) -> T:
-        await asyncio.sleep(0.0 if self.hurt is None else self.hurt.disk_s(_node.get()))
+        await _passing(0.0 if self.hurt is None else self.hurt.disk_s(_node.get()))
         return slow(*args, **kwargs)
 
     def struck_at(self, node: int) -> float | None:

@@ -101,6 +101,11 @@ class Machines:
         self._healed.set()
         self._healed.clear()
 
+    @property
+    def cut(self) -> bool:
+        """Whether anybody is cut off."""
+        return bool(self._cuts)
+
     def hears(self, one: int, other: int) -> bool:
         """Whether no cut lies between two nodes."""
         return all((one in cut) == (other in cut) for cut in self._cuts)

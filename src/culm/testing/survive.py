@@ -167,7 +167,12 @@ def varied(seed: int) -> Cost:
 
 @functools.lru_cache(100_000)
 def _drawn_s(seed: int, node: int, step: int, action: str) -> float:
-    return random.Random(f"{seed} {node} {step} {action}").uniform(0.005, 0.02)
+    _dice.seed(f"{seed} {node} {step} {action}")
+    return _dice.uniform(0.005, 0.02)
+
+
+_dice = random.Random()
+"""Seeded for each draw: to make a generator takes longer than to seed one."""
 
 
 def _schedules(
@@ -195,7 +200,8 @@ async def _impatient(cluster: Cluster) -> None:
     epochs = 0
     while epochs < ENDLESS:
         try:
-            key, _ = await asyncio.wait_for(news.get(), PATIENCE_S)
+            async with asyncio.timeout(PATIENCE_S):  # wait_for makes a task for each of them
+                key, _ = await news.get()
         except TimeoutError:
             raise Deadlock(f"nothing has happened for {PATIENCE_S:g} s of virtual time{cluster.waits()}") from None
         epochs = 0 if key == "step" else epochs + (key == "epoch")

@@ -43,10 +43,10 @@ class Group(Protocol):
     async def join(self) -> None:
         """Meet the others; returns when all are there."""
 
-    async def all_reduce(self, tensor: Tensor) -> None:
-        """Replace `tensor` (a copy made for this) by the sum over the group.
+    async def all_reduce(self, *tensors: Tensor) -> None:
+        """Replace each tensor (a copy made for this) by the sum over the group. They are under way together.
 
-        On failure its content is undefined: NodeLost when the others broke off (a suspicion: somebody may be gone),
+        On failure their content is undefined: NodeLost when the others broke off (a suspicion: somebody may be gone),
         EpochClosed when this member has left itself.
         """
 

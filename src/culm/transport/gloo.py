@@ -139,11 +139,14 @@ class GlooGroup:
         except RuntimeError as error:
             raise _broken(len(self._members), error) from None
 
-    async def all_reduce(self, tensor: Tensor) -> None:
+    async def all_reduce(self, *tensors: Tensor) -> None:
         if len(self._members) == 1:
             return
         if self._group is None:
             raise EpochClosed("the group was left")
+        await asyncio.gather(*map(self._started, tensors))
+
+    def _started(self, tensor: Tensor) -> asyncio.Future[None]:
         loop, size = self._loop, len(self._members)
         done: asyncio.Future[None] = loop.create_future()
 
@@ -156,7 +159,7 @@ class GlooGroup:
             _settle(loop, done, None, error)
 
         self._group.allreduce([tensor], dist.AllreduceOptions()).get_future().add_done_callback(finished)
-        await done
+        return done
 
     def close(self) -> None:
         if self._group is not None:

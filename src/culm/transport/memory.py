@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import Context
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -39,17 +37,16 @@ Way: TypeAlias = Callable[[Parcel], Passage | None]
 
 
 class MemoryNetwork:
-    """All endpoints of a simulated cluster. `latency` is the virtual seconds that anything takes to arrive.
+    """All endpoints of a simulated cluster, in virtual time. `latency` is the seconds that anything takes to arrive.
 
     What is sent first arrives first, over the whole network; where `way` says otherwise, at least over a connection.
     """
 
     def __init__(self, latency: float = 0.0) -> None:
         self.latency = latency
-        self.way: Way = lambda _: Passage(latency)
+        usual = Passage(latency)
+        self.way: Way = lambda _: usual
         self.endpoints: dict[Address, MemoryTransport] = {}
-        self._travelling: list[tuple[float, int, Parcel, Callable[[], None]]] = []
-        self._numbers = itertools.count()
         self._latest: dict[tuple[Address, Address], float] = {}
         self._silenced: set[Address] = set()
         self._sums: dict[tuple[Key, int], _Sum] = {}
@@ -108,14 +105,11 @@ class MemoryNetwork:
         if passage.in_order:
             link = (parcel.source, parcel.target)
             when = self._latest[link] = max(when, self._latest.get(link, when))
-        # Timers of one moment have no order of their own: the number gives them one.
-        heapq.heappush(self._travelling, (when, next(self._numbers), parcel, lambda: arrive(*arguments)))
-        loop.call_at(when, self._arrive, context=self._context)
+        loop.call_at(when, self._arrive, parcel, arrive, arguments, context=self._context)
 
-    def _arrive(self) -> None:
-        _, _, parcel, arrive = heapq.heappop(self._travelling)
+    def _arrive(self, parcel: Parcel, arrive: Callable[..., None], arguments: Sequence[Any]) -> None:
         if parcel.kind == "loss" or parcel.source not in self._silenced:
-            arrive()
+            arrive(*arguments)
 
     def waits(self) -> list[str]:
         """What endpoints wait for, in words: frames that have not come, and sums that are not complete."""
@@ -132,22 +126,33 @@ class MemoryNetwork:
                 found.append(f"{', '.join(here)} waits for {', '.join(missing)} in {told}")
         return found
 
-    async def add(self, key: Key, turn: int, members: Sequence[Address], me: Address, tensor: Tensor) -> None:
-        """Contribute to a sum. It is made in the order of the members when all have contributed, and each gets it in
-        its own time: one may have it while another sees it break off."""
-        pending = self._sums.setdefault((key, turn), _Sum(members))
+    async def add(
+        self, key: Key, turn: int, members: Sequence[Address], me: Address, tensors: Sequence[Tensor]
+    ) -> None:
+        """Contribute to sums, the first of which has this turn. Each is made in the order of the members when all have
+        contributed, and each gets it in its own time: one may have it while another sees it break off."""
+        names = [(key, turn + number) for number in range(len(tensors))]
+        sums = [self._contribute(*each, members, me, tensor) for each, tensor in zip(names, tensors, strict=True)]
+        try:
+            for tensor, total in zip(tensors, await asyncio.gather(*(s.arrived[me] for s in sums)), strict=True):
+                tensor.copy_(total)
+        finally:
+            for name, pending in zip(names, sums, strict=True):
+                pending.left.add(me)
+                if len(pending.left) == len(members):
+                    self._sums.pop(name, None)
+
+    def _contribute(self, key: Key, turn: int, members: Sequence[Address], me: Address, tensor: Tensor) -> _Sum:
+        pending = self._sums.get((key, turn))
+        if pending is None:
+            pending = self._sums[key, turn] = _Sum(members)
         pending.parts[me] = tensor
         gone = [member for member in members if not self._hears(me, member)]
         if gone:
             pending.break_off(me, gone[0])
         elif len(pending.parts) == len(members):
             self._hand_out(pending)
-        try:
-            tensor.copy_(await pending.arrived[me])
-        finally:
-            pending.left.add(me)
-            if len(pending.left) == len(members):
-                self._sums.pop((key, turn), None)
+        return pending
 
     def _hears(self, me: Address, member: Address) -> bool:
         return member in self.endpoints and (me not in self.endpoints or member not in self.endpoints[me].lost)
@@ -266,12 +271,12 @@ class MemoryGroup:
         self._network.reconnect(self._me, self._members)
         await asyncio.sleep(0)
 
-    async def all_reduce(self, tensor: Tensor) -> None:
+    async def all_reduce(self, *tensors: Tensor) -> None:
         if self._left:
             raise EpochClosed("the group was left")
-        turn, self._turn = self._turn, self._turn + 1
+        turn, self._turn = self._turn, self._turn + len(tensors)
         if len(self._members) > 1:
-            await self._network.add(self._key, turn, self._members, self._me, tensor)
+            await self._network.add(self._key, turn, self._members, self._me, tensors)
 
     def close(self) -> None:
         self._left = True
