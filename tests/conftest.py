@@ -23,6 +23,11 @@ if ROOT not in sys.path:  # of what tests share, and of the benchmarks, which ar
     sys.path.insert(0, ROOT)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whoever waits does so while others compute, and not when they are done."""
+    items.sort(key=lambda item: item.get_closest_marker("waits") is None)
+
+
 def pytest_collection_finish() -> None:
     """What was imported stays: the garbage collector need not look through it, again and again."""
     gc.collect()
