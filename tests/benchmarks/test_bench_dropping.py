@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from benchmarks.dropping import PIPELINES, RATES, drawn, run, table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
+
+from benchmarks import dropping
 
 
 @given(st.sampled_from(RATES), st.integers(0, 9))
@@ -25,7 +28,10 @@ def test_a_higher_rate_drops_what_a_lower_one_does_and_more() -> None:
     assert low != high
 
 
-def test_the_quick_bench_trains_with_and_without_drops_and_shows_both() -> None:
+def test_the_quick_bench_trains_with_and_without_drops_and_shows_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dropping, "LENGTH", 8)
+    monkeypatch.setattr(dropping, "SAMPLES", 1)
+    monkeypatch.setattr(dropping, "_EVALUATED", 8)
     result = run(quick=True)
     rates = [row["rate"] for row in result["rows"]]
     assert rates == [0.0, 0.10, 0.50]

@@ -7,7 +7,7 @@ from benchmarks.pause import PROMISE, Shape, found_at, shapes
 
 SMALL = (
     Shape("reroute", "1f1b", 3, 2, 2),
-    Shape("shadow-lazy", "1f1b", 1, 3, 3),
+    Shape("shadow-lazy", "1f1b", 1, 2, 3),
     Shape("shadow", "zb", 2, 2, 2),
 )
 

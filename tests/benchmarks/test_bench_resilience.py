@@ -22,7 +22,7 @@ from benchmarks.resilience_plan import ORDER, QUICK, STRATEGIES
 from benchmarks.resilience_result import Cost, Result, table
 from rich.console import Console
 
-from benchmarks import resilience_pause, slow
+from benchmarks import detection, resilience_pause, slow
 from culm.api import pickled
 from culm.checkpoint import Storage
 from culm.cluster.setup import STRATEGIES as ABLE
@@ -284,10 +284,14 @@ def test_nodes_that_really_compute_know_slow_storage_too(nursery: LocalNursery, 
 
 @pytest.mark.usefixtures("forked")
 @pytest.mark.real
-def test_a_struck_node_is_detected_and_its_pause_has_a_bound(nursery: LocalNursery) -> None:
+def test_a_struck_node_is_detected_and_its_pause_has_a_bound(
+    nursery: LocalNursery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(detection, "PIPELINES", 2)
+    monkeypatch.setattr(resilience_pause, "PIPELINES", 1)  # a shadow needs no more
     (ms,) = detected(nursery, 1)
     assert ms > 0
     with Lanes(nursery, 1) as lanes:
-        (held,) = resilience_pause.held(lanes, "reroute", kills=1, unit_s=0.004)
+        (held,) = resilience_pause.held(lanes, "shadow", kills=1, unit_s=0.004)
     assert held.step_s > 0
     assert held.bound_steps >= 0

@@ -80,6 +80,18 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return made
 
 
+@pytest.fixture(scope="module")
+def made() -> Package:
+    """The zip of the stand-in, for all who need one."""
+    return package(STANDIN)
+
+
+@pytest.fixture
+def zipped(made: Package, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launchers do not zip the same files again."""
+    monkeypatch.setattr(awslambda, "package", {STANDIN: made}.__getitem__)
+
+
 def launch(launcher: LambdaLauncher, count: int, ticket: Ticket = TICKET) -> None:
     asyncio.run(launcher.launch(ticket, count))
 
@@ -89,8 +101,8 @@ def launched(role: str, **options: Any) -> LambdaLauncher:
 
 
 @pytest.mark.real
-def test_the_packaged_handler_runs_with_nothing_but_its_zip_and_dials_back(tmp_path: Path) -> None:
-    with zipfile.ZipFile(io.BytesIO(package(STANDIN).content)) as archive:
+def test_the_packaged_handler_runs_with_nothing_but_its_zip_and_dials_back(made: Package, tmp_path: Path) -> None:
+    with zipfile.ZipFile(io.BytesIO(made.content)) as archive:
         archive.extractall(tmp_path)
 
     async def story() -> None:
@@ -111,8 +123,7 @@ def test_the_packaged_handler_runs_with_nothing_but_its_zip_and_dials_back(tmp_p
 
 
 @pytest.mark.real
-def test_equal_files_give_equal_zips_without_caches_and_tests() -> None:
-    made = package(STANDIN)
+def test_equal_files_give_equal_zips_without_caches_and_tests(made: Package) -> None:
     assert made.sha256 == package(STANDIN).sha256
     with zipfile.ZipFile(io.BytesIO(made.content)) as archive:
         names = archive.namelist()
@@ -147,6 +158,7 @@ def test_the_function_is_created_once_and_invoked_without_waiting(role: str, cal
     assert {call["Payload"] for call in calls} == {json.dumps(asdict(TICKET), separators=(",", ":")).encode()}
 
 
+@pytest.mark.usefixtures("zipped")
 @pytest.mark.real
 def test_events_are_neither_repeated_nor_kept(role: str) -> None:
     launch(launched(role), 0)
@@ -154,18 +166,19 @@ def test_events_are_neither_repeated_nor_kept(role: str) -> None:
     assert (kept["MaximumRetryAttempts"], kept["MaximumEventAgeInSeconds"]) == (0, 60)
 
 
+@pytest.mark.usefixtures("zipped")
 @pytest.mark.real
 def test_a_function_of_older_code_or_other_settings_is_brought_up_to_date(
-    role: str, monkeypatch: pytest.MonkeyPatch
+    role: str, made: Package, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launch(launched(role, memory_mb=512), 0)
     client = aws().client("lambda")
     before = client.get_function_configuration(FunctionName="culm-worker")["CodeSha256"]
-    current = package(STANDIN)
-    buffer = io.BytesIO(current.content)
+    buffer = io.BytesIO()
+    buffer.write(made.content)
     with zipfile.ZipFile(buffer, "a") as archive:
         archive.writestr("newer.py", "")
-    monkeypatch.setattr(awslambda, "package", lambda _: Package(buffer.getvalue(), current.unzipped))
+    monkeypatch.setattr(awslambda, "package", lambda _: Package(buffer.getvalue(), made.unzipped))
     launch(launched(role, memory_mb=1024, timeout_s=300), 0)
     after = client.get_function_configuration(FunctionName="culm-worker")
     assert after["CodeSha256"] != before

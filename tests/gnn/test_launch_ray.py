@@ -1,4 +1,4 @@
-"""Workers as tasks of a real Ray cluster of this machine."""
+"""Workers as tasks of a Ray cluster: what is refused, and how. A real one trains in test_launch_train."""
 
 from __future__ import annotations
 
@@ -20,30 +20,6 @@ pytestmark = [
     pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed"),
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning"),
 ]
-
-
-def test_workers_on_a_ray_cluster_dial_back_and_end_with_the_launcher() -> None:
-    async def story() -> list[int]:
-        launcher = RayLauncher(cpus=0.25, entry=standin.named(standin.serve))
-        async with standin.desk() as desk:
-            ticket = Ticket("r1", "secret", "127.0.0.1", desk.port, 60)
-            await launcher.launch(ticket, 2)
-            cards = await desk.workers(2)
-            await launcher.launch(ticket, 1)
-            cards.append(await desk.worker())
-            assert {(c["run"], c["token"]) for c in cards} == {("r1", "secret")}
-            await launcher.close()
-            await launcher.close()
-            gone = [await asyncio.wait_for(desk.gone.get(), 60) for _ in cards]
-            assert sorted(gone) == sorted(c["pid"] for c in cards)
-            with pytest.raises(RunError, match="closed"):
-                await launcher.launch(ticket, 1)
-        return gone
-
-    pids = asyncio.run(story())
-    assert len(set(pids)) == 3
-    assert all(map(standin.ended, pids))
-    assert not importlib.import_module("ray").is_initialized()
 
 
 def test_a_cluster_that_is_not_there_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

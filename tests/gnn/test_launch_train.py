@@ -4,53 +4,48 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
+import subprocess
 import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from culm.errors import UsageError
+from culm.errors import RunError, UsageError
 from culm.gnn import train
-from culm.gnn.launch.handler import HANDLER_NAME
+from culm.gnn.launch.base import Ticket
 from culm.gnn.launch.package import package
 
+from . import launch_standin as standin
+
 if TYPE_CHECKING:
-    from culm.gnn.launch.base import Launcher, Ticket
+    from culm.gnn.launch.base import Launcher
 
 pytestmark = [pytest.mark.real, pytest.mark.usefixtures("forked")]
 GRAPH = "gen:sbm,vertices=300,classes=3,degree=8"
-INVOKED = f"""
-import importlib, json, sys
-handler = importlib.import_module("{HANDLER_NAME.rpartition(".")[0]}").handler
-class Context:
-    def get_remaining_time_in_millis(self):
-        return 60_000
-handler(json.loads(sys.argv[1]), Context())
-"""
 
 
 class Invocations:
-    """Lambda as far as a worker can tell: every launch is a process that has nothing but the handler and its event."""
+    """Lambda as far as a worker can tell: every launch is a process that has nothing but the handler and its event.
+
+    It is forked: that handler and worker can be imported in a new process is seen where they are packaged.
+    """
 
     name = "lambda"
 
     def __init__(self) -> None:
-        self._started: list[asyncio.subprocess.Process] = []
+        self._started: list[subprocess.Popen[bytes]] = []
         self.hosts: set[str] = set()
         """Where workers were told to call."""
 
     async def launch(self, ticket: Ticket, count: int) -> None:
-        env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self.hosts.add(ticket.host)
-        for _ in range(count):
-            event = json.dumps(asdict(ticket))
-            self._started.append(await asyncio.create_subprocess_exec(sys.executable, "-c", INVOKED, event, env=env))
+        event = json.dumps(asdict(ticket))
+        self._started += [subprocess.Popen([sys.executable, "-m", "tests.gnn.invoked", event]) for _ in range(count)]
 
     async def close(self) -> None:
         """Wait for them: nothing else could be done about invocations, so they must end by themselves."""
-        self.codes = [await asyncio.wait_for(process.wait(), 60) for process in self._started]
+        self.codes = [await asyncio.to_thread(process.wait, 60) for process in self._started]
 
 
 def losses(launcher: str | Launcher, **options: Any) -> list[float]:
@@ -75,12 +70,48 @@ def test_workers_behind_the_lambda_handler_train_like_local_ones_and_end_by_them
     assert set(invocations.codes) == {0}
 
 
+class Lent:
+    """A launcher that outlives the trainings it is lent to."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self.name, self.launch = launcher.name, launcher.launch
+
+    async def close(self) -> None:
+        """Whoever has lent it does that."""
+
+
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning")
-def test_workers_on_ray_train_like_local_ones(local: list[float]) -> None:
-    pytest.importorskip("ray")
+def test_workers_on_a_ray_cluster_dial_back_train_like_local_ones_and_end_with_the_launcher(
+    local: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray = pytest.importorskip("ray")
     from culm.gnn.launch.ray import RayLauncher
 
-    assert losses(RayLauncher(cpus=0.5)) == local
+    async def story() -> list[int]:
+        launcher = RayLauncher(cpus=0.25)
+        async with standin.desk() as desk:
+            ticket = Ticket("r1", "secret", "127.0.0.1", desk.port, 600)
+            with monkeypatch.context() as other:  # one cluster for both kinds of workers: it takes seconds to start
+                other.setattr(launcher, "_entry", standin.named(standin.serve))
+                await launcher.launch(ticket, 2)
+                cards = await desk.workers(2)
+                await launcher.launch(ticket, 1)
+                cards.append(await desk.worker())
+            assert {(c["run"], c["token"]) for c in cards} == {("r1", "secret")}
+            assert await asyncio.to_thread(losses, Lent(launcher)) == local
+            assert desk.gone.empty()
+            await launcher.close()
+            await launcher.close()
+            gone = [await asyncio.wait_for(desk.gone.get(), 60) for _ in cards]
+            assert sorted(gone) == sorted(c["pid"] for c in cards)
+            with pytest.raises(RunError, match="closed"):
+                await launcher.launch(ticket, 1)
+        return gone
+
+    pids = asyncio.run(story())
+    assert len(set(pids)) == 3
+    assert all(map(standin.ended, pids))
+    assert not ray.is_initialized()
 
 
 def test_the_real_worker_needs_an_image_on_lambda_because_torch_is_no_zip() -> None:
