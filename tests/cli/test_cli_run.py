@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -15,7 +13,7 @@ from safetensors import safe_open
 
 from culm.cli import main
 
-from .command import CULM, JOBS, LIMIT_S, culm, one_sentence
+from .command import JOBS, culm, one_sentence
 
 pytestmark = [pytest.mark.real, pytest.mark.usefixtures("forked")]
 
@@ -146,29 +144,6 @@ def test_what_user_code_prints_appears_and_quiet_hides_the_rest() -> None:
     assert lines[0] == "the job speaks"
     assert lines.count("a layer speaks [not markup]") >= 16
     assert set(lines[1:]) == {"a layer speaks [not markup]"}
-
-
-def test_on_a_terminal_prints_stand_above_the_bar() -> None:
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen([CULM, "run", f"{JOBS}:talking", "--stages", "2"], stdout=theirs, stderr=theirs)
-    os.close(theirs)
-    shown = b"".join(_read(ours)).decode()
-    os.close(ours)
-    assert process.wait(LIMIT_S) == 0, shown
-    assert "a layer speaks [not markup]" in shown
-    assert "step 4/4" in shown
-    assert "each counted once" in shown
-
-
-def _read(descriptor: int) -> Iterator[bytes]:
-    while True:
-        try:
-            data = os.read(descriptor, 65536)
-        except OSError:  # how a terminal ends on Linux
-            return
-        if not data:
-            return
-        yield data
 
 
 @pytest.fixture
