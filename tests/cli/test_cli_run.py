@@ -23,7 +23,7 @@ def finished(forked: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     """A run with checkpoints of steps 2, 4 and 6, and what the command printed."""
     folder = tmp_path_factory.mktemp("runs") / "a"
     ended = culm(
-        "run", JOBS, "--pipelines", "2", "--stages", "2", "--steps", "6", "--checkpoint-every", "2", "--keep-last", "3",
+        "run", JOBS, "--pipelines", "2", "--stages", "1", "--steps", "6", "--checkpoint-every", "2", "--keep-last", "3",
         "--out", str(folder), "--json",
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
@@ -48,8 +48,8 @@ def test_progress_and_ledger_go_elsewhere_when_stdout_is_taken(
     finished: tuple[Path, subprocess.CompletedProcess[str]],
 ) -> None:
     shown = finished[1].stderr
-    assert "2 x 2 (pipelines x stages): 4 nodes" in shown
-    assert "nodes up 4/4" in shown
+    assert "2 x 1 (pipelines x stages): 2 nodes" in shown
+    assert "nodes up 2/2" in shown
     assert "step 6/6  loss " in shown
     assert "48, each counted once (expected 48, lost 0, duplicated 0)" in shown
 
@@ -79,7 +79,7 @@ def test_a_resumed_run_ends_with_the_weights_of_the_uninterrupted_one(
 ) -> None:
     whole = json.loads((folder / "summary.json").read_text())
     shutil.rmtree(folder / "checkpoints" / "step-00000006")
-    shape = ("--stages", "2", "--pipelines", "2", "--steps", "6")
+    shape = ("--stages", "1", "--pipelines", "2", "--steps", "6")
     printed, shown = here(capsys, "run", JOBS, *shape, "--resume", str(folder), "--json")
     assert json.loads(printed)["weights_sha256"] == whole["weights_sha256"]
     assert "from step 4 on" in shown

@@ -84,6 +84,6 @@ def stopping(job: Job, last: int) -> tuple[Job, list[int]]:
 
 def test_a_hook_stays_in_this_process_and_can_stop_the_run(nursery: LocalNursery) -> None:
     job, seen = stopping(but(exact, steps=9), last=1)
-    summary = culm.train(job, pipelines=2, stages=2, nursery=nursery)
+    summary = culm.train(job, stages=2, nursery=nursery)
     assert seen == [0, 1]
     assert summary.state_sha256 == truth(exact).state_sha256
