@@ -103,6 +103,19 @@ def stumbling() -> culm.Job:
     return tiny(layers=[Narrow, Narrow, Stumbling, Narrow])
 
 
+class Talking(Narrow):
+    """Prints in every forward."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        print("a layer speaks [not markup]", flush=False)
+        return super().forward(input)
+
+
+def talking() -> culm.Job:
+    print("the job speaks")
+    return tiny(layers=[Narrow, Talking])
+
+
 class _Importing:
     """A loss that writes down what has been imported since there is a job."""
 
@@ -115,17 +128,5 @@ class _Importing:
 
 
 def importing() -> culm.Job:
-    return tiny(loss=_Importing().loss, optimizer=torch.optim.AdamW)
-
-
-class Talking(Narrow):
-    """Prints in every forward."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        print("a layer speaks [not markup]", flush=False)
-        return super().forward(input)
-
-
-def talking() -> culm.Job:
-    print("the job speaks")
-    return tiny(layers=[Narrow, Talking])
+    """It talks, too."""
+    return tiny(layers=[Narrow, Narrow, Narrow, Talking], loss=_Importing().loss, optimizer=torch.optim.AdamW)

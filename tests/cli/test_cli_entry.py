@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import builtins
 import json
+import os
+import pty
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from culm.__main__ import main
 
-from .command import CULM, JOBS, LIMIT_S, alive, below, children, culm, one_sentence
+from .command import CULM, JOBS, LIMIT_S, alive, below, children, one_sentence
 
 _import = builtins.__import__
 
@@ -48,22 +51,55 @@ def test_what_can_not_be_imported_for_another_reason_is_not_hidden(monkeypatch: 
         main()
 
 
+class Run(NamedTuple):
+    folder: Path
+    imported: list[str]
+    """By its last worker, after its fork."""
+    shown: str
+
+
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """The folder of a run that was started anew, and what its last worker imported after its fork."""
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run that was started anew, on a terminal."""
     folder = tmp_path_factory.mktemp("anew")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CULM_TEST_IMPORTED", str(folder / "imported"))
-        options = ("--pipelines", "2", "--checkpoint-every", "2", "--out", str(folder / "run"), "--json")
-        trained = culm("run", f"{JOBS}:importing", *options)
-    assert json.loads(trained.stdout)["samples_lost"] == 0, trained.stderr
-    return folder / "run", (folder / "imported").read_text().split()
+    ours, theirs = pty.openpty()
+    options = ("--pipelines", "2", "--checkpoint-every", "2", "--out", str(folder / "run"))
+    process = subprocess.Popen(
+        [CULM, "run", f"{JOBS}:importing", *options],
+        stdout=theirs,
+        stderr=theirs,
+        env=os.environ | {"CULM_TEST_IMPORTED": str(folder / "imported")},
+    )
+    os.close(theirs)
+    shown = b"".join(_read(ours)).decode()
+    os.close(ours)
+    assert process.wait(LIMIT_S) == 0, shown
+    assert json.loads((folder / "run" / "summary.json").read_text())["samples_lost"] == 0
+    return Run(folder / "run", (folder / "imported").read_text().split(), shown)
+
+
+def _read(descriptor: int) -> Iterator[bytes]:
+    while True:
+        try:
+            data = os.read(descriptor, 65536)
+        except OSError:  # how a terminal ends on Linux
+            return
+        if not data:
+            return
+        yield data
 
 
 @pytest.mark.real
-def test_a_node_imports_next_to_nothing_of_its_own(run: tuple[Path, list[str]]) -> None:
-    imported = [name for name in run[1] if not name.startswith("culm.")]
+def test_a_node_imports_next_to_nothing_of_its_own(run: Run) -> None:
+    imported = [name for name in run.imported if not name.startswith("culm.")]
     assert len(imported) < 20, imported
+
+
+@pytest.mark.real
+def test_on_a_terminal_prints_stand_above_the_bar(run: Run) -> None:
+    assert "a layer speaks [not markup]" in run.shown
+    assert "step 4/4" in run.shown
+    assert "each counted once" in run.shown
 
 
 VERBS = """
@@ -78,9 +114,9 @@ for words in sys.argv[2:]:
 
 
 @pytest.mark.real
-def test_verbs_that_compute_find_all_they_import(run: tuple[Path, list[str]], tmp_path: Path) -> None:
+def test_verbs_that_compute_find_all_they_import(run: Run, tmp_path: Path) -> None:
     weights = tmp_path / "model.safetensors"
-    words = [f"profile {JOBS} --device cpu --json", f"export {run[0]} {weights}"]
+    words = [f"profile {JOBS} --device cpu --json", f"export {run.folder} {weights}"]
     made = subprocess.run([sys.executable, "-c", VERBS, CULM, *words], capture_output=True, text=True, check=False)
     assert made.returncode == 0, made.stderr
     measured, exported = made.stdout.splitlines()

@@ -35,29 +35,24 @@ def test_a_request_to_terminate_ends_everything_and_says_how_to_go_on(training: 
     assert run.left() == []
 
 
-@pytest.mark.parametrize("victim", [0, 1], ids=["node 0", "node 1"])
-def test_an_agent_that_is_killed_ends_the_run_with_a_sentence_whether_it_leads_or_not(
-    training: Start, victim: int
-) -> None:
+# Whatever is killed where it leads and where it does not: tests/cluster/test_real_nodes.py. Here: that it is told.
+VICTIMS = pytest.mark.parametrize(
+    ("victim", "whole"), [(0, True), (1, False)], ids=["agent of node 0", "worker of node 1"]
+)
+
+
+@VICTIMS
+def test_a_process_that_is_killed_ends_the_run_with_a_sentence(training: Start, victim: int, whole: bool) -> None:
     run = training("--strategy", "none")
-    code, said = run.end(run.agents[victim])
+    agent = run.agents[victim]
+    code, said = run.end(agent if whole else children(agent)[0])
     assert code == 1
     assert f"culm: node {victim}" in one_sentence(said)
     assert "vanished" in said
     assert run.left() == []
 
 
-def test_a_worker_that_is_killed_ends_the_run_with_a_sentence(training: Start) -> None:
-    run = training("--strategy", "none")
-    (worker,) = children(run.agents[1])
-    code, said = run.end(worker)
-    assert code == 1
-    assert "node" in one_sentence(said)
-    assert run.left() == []
-
-
-@pytest.mark.parametrize("victim", [0, 1], ids=["node 0", "node 1"])
-@pytest.mark.parametrize("whole", [True, False], ids=["agent", "worker"])
+@VICTIMS
 def test_unless_told_otherwise_a_run_goes_on_without_a_process_that_is_killed(
     training: Start, victim: int, whole: bool
 ) -> None:

@@ -66,10 +66,10 @@ def agents(nursery: LocalNursery) -> list[int]:
 def told_to_go(
     nursery: Watched, who: Callable[[LocalRun], Sequence[int]], *, after: int = 3, **request: Any
 ) -> tuple[Result, list[int], dict[int, int]]:
-    """How a run of 2 x 2 ends in which SIGTERM is sent to some agents in the midst of a step; these; all statuses."""
+    """How a run ends in which SIGTERM is sent to some agents in the midst of a step; these; all statuses."""
 
     async def main() -> tuple[Result, list[int]]:
-        asked = Request(pipelines=2, stages=2, **{"strategy": "reroute", **request})
+        asked = Request(strategy="reroute", **{"pipelines": 2, "stages": 2, **request})
         async with local_run(nursery, pickled(slow()), asked) as run:
             await run.node_up()
             while len(agents(nursery)) < run.setup.nodes:  # the others are being forked
@@ -94,19 +94,21 @@ def leader(run: LocalRun) -> int:
     return run.leader or 0
 
 
-WHO: dict[str, Callable[[LocalRun], Sequence[int]]] = {
-    "a node": lambda run: [(leader(run) + 1) % 4],
-    "the leader": lambda run: [leader(run)],
-    "two of one pipeline": lambda run: [2, 3] if leader(run) < 2 else [0, 1],
-    "two of other stages, one of them the leader": lambda run: [leader(run), 3 - leader(run)],
+WHO: dict[str, tuple[int, Callable[[LocalRun], Sequence[int]]]] = {
+    "a node": (1, lambda run: [1 - leader(run)]),
+    "the leader": (1, lambda run: [leader(run)]),
+    "two of one pipeline": (2, lambda run: [2, 3] if leader(run) < 2 else [0, 1]),
+    "two of other stages, one of them the leader": (2, lambda run: [leader(run), 3 - leader(run)]),
 }
+"""With the stages of its two pipelines."""
 
 
 @pytest.mark.parametrize("who", WHO)
 def test_a_node_that_is_told_to_go_goes_and_nothing_is_lost_or_redone(
     watched: Watched, undisturbed: str, who: str
 ) -> None:
-    result, nodes, statuses = told_to_go(watched, WHO[who])
+    stages, chosen = WHO[who]
+    result, nodes, statuses = told_to_go(watched, chosen, stages=stages)
     assert result.summary is not None, result.message
     found = result.summary
     assert found["weights_sha256"] == undisturbed
@@ -114,14 +116,14 @@ def test_a_node_that_is_told_to_go_goes_and_nothing_is_lost_or_redone(
     recoveries: Any = found["recoveries"]
     assert sorted(node for each in recoveries for node in each["lost"]) == sorted(nodes)
     assert {(each["redone_actions"], each["source"]) for each in recoveries} == {(0, "notice")}
-    assert statuses == dict.fromkeys(range(4), 0)
+    assert statuses == dict.fromkeys(range(2 * stages), 0)
 
 
 def test_a_node_that_is_told_to_go_before_the_first_step_is_done_without(watched: Watched, undisturbed: str) -> None:
-    result, _, statuses = told_to_go(watched, lambda run: [3], after=0)
+    result, _, statuses = told_to_go(watched, lambda run: [1], after=0, stages=1)
     assert result.summary is not None, result.message
     assert result.summary["weights_sha256"] == undisturbed
-    assert statuses == dict.fromkeys(range(4), 0)
+    assert statuses == dict.fromkeys(range(2), 0)
 
 
 def test_if_all_are_told_to_go_there_is_a_checkpoint_and_the_run_can_be_resumed(
@@ -132,6 +134,6 @@ def test_if_all_are_told_to_go_there_is_a_checkpoint_and_the_run_can_be_resumed(
     assert "every node has notice: the run ended before step" in result.message
     assert f"resume it with --resume {tmp_path}" in result.message
     assert statuses == dict.fromkeys(range(4), 0)
-    resumed, _, _ = told_to_go(watched, lambda run: [], resume=str(tmp_path))
+    resumed, _, _ = told_to_go(watched, lambda run: [], stages=1, resume=str(tmp_path))
     assert resumed.summary is not None, resumed.message
     assert resumed.summary["weights_sha256"] == undisturbed

@@ -122,7 +122,7 @@ def test_a_page_escapes_what_it_shows_and_needs_no_points() -> None:
     ids=["ctrl-c", "terminated", "terminated in the background of a script, where ctrl-c is ignored"],
 )
 def test_a_signal_ends_everything_that_was_started(number: signal.Signals, under: list[str], tmp_path: Path) -> None:
-    words = ["--graph", SMALL, "--epochs", "100000", "--out", str(tmp_path / "run")]
+    words = ["--graph", SMALL, "--epochs", "100000", "--workers", "1", "--out", str(tmp_path / "run")]
     process = subprocess.Popen(
         [*under, sys.executable, "-m", "culm", "gnn", "run", *words],
         stdout=subprocess.PIPE,

@@ -71,24 +71,15 @@ def test_a_hundred_kills_of_workers_and_five_of_servers_change_no_bit_and_count_
 
 @pytest.mark.usefixtures("forked")
 @pytest.mark.real
-def test_async_survives_kills_and_learns() -> None:
-    options = {"mode": "async", "staleness": 1, "servers": 2, "epochs": 40}
-    result = run(small_model(GRAPH), kills=["chaos workers=5 servers=1", "parameter=0 epoch=20"], **options)
-    assert result.summary["epochs"] == 40
-    assert result.losses[-1] < result.losses[0]
-    assert result.summary["samples_lost"] == 0
-
-
-@pytest.mark.usefixtures("forked")
-@pytest.mark.real
 @pytest.mark.parametrize("lookahead", [True, False])
-def test_stale_weights_look_ahead_through_kills_and_those_returned_are_those_evaluated(lookahead: bool) -> None:
-    kills = ["worker epoch=3", "parameter=0 epoch=9", "server=1 epoch=13"]
+def test_async_survives_kills_and_learns_and_the_weights_returned_are_those_evaluated(lookahead: bool) -> None:
+    kills = ["chaos workers=5", "parameter=0 epoch=9", "server=1 epoch=13"]
     result = run(
         small_model(GRAPH), mode="async", staleness=1, lookahead=lookahead, servers=2, parameter_servers=2, kills=kills
     )
     assert result.summary["lookahead"] is lookahead
     assert result.summary["generations"] > 1
+    assert (result.summary["epochs"], result.summary["samples_lost"]) == (EPOCHS, 0)
     assert result.losses[-1] < result.losses[0]
     net = result.to_pyg().eval()
     with torch.no_grad():
