@@ -24,7 +24,11 @@ Shape = tuple[str, int, int]
 
 @functools.cache
 def job_of(name: str, *, exact: bool = False) -> Job:
-    return but(JOBS[name], exact=exact)
+    """With three micro-batches for five: there are orders enough to sum in, and neither two pipelines nor two stages
+    divide them."""
+    job = JOBS[name]
+    few = 3 if job.global_batch == 5 * job.micro_batch else job.global_batch // job.micro_batch
+    return but(job, exact=exact, global_batch=few * job.micro_batch)
 
 
 def run(job: Job, shape: Shape, *, like: Job | None = None, strategy: str = "none", **request: Any) -> Simulated:
@@ -121,7 +125,7 @@ def test_layers_in_any_order_equal_the_reference(seed: int) -> None:
 def test_fast_runs_equal_the_reference_up_to_the_order_of_sums(name: str, pipelines: int) -> None:
     """One step of SGD with a rate of one moves a weight by its gradient: eight roundings of it are allowed."""
     job = but(JOBS[name], optimizer=partial(torch.optim.SGD, lr=1.0), steps=1, lr_schedule=None, clip_norm=None)
-    found, wanted = run(job, ("1f1b", pipelines, 2), like=JOBS[name]), reference(job)
+    found, wanted = run(job, ("1f1b", pipelines, 2), like=job_of(name)), reference(job)
     assert found.losses == wanted.losses
     for name, value in found.snapshot.tensors.items():
         torch.testing.assert_close(value, wanted.snapshot.tensors[name], rtol=8 * 2**-24, atol=8 * 2**-24)
@@ -133,7 +137,7 @@ def test_a_run_repeats_itself() -> None:
 
 def test_every_sample_is_counted_once() -> None:
     summary = run(job_of("batch norm", exact=True), ("zb", 3, 2)).summary
-    job = JOBS["batch norm"]
+    job = job_of("batch norm")
     assert summary["samples"] == summary["samples_expected"] == job.steps * job.global_batch
     assert (summary["samples_lost"], summary["samples_duplicated"]) == (0, 0)
 

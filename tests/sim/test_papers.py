@@ -23,7 +23,7 @@ from culm.sim.steps import Steps
 
 
 def test_every_cell_of_bamboos_simulation_is_within_two_percent() -> None:
-    found = table3(Request())
+    found = table3(Request(seeds=40))
     assert [row["p"] for row in found.rows] == [0.01, 0.05, 0.10, 0.25, 0.50]
     for row in found.rows:
         for cell in ("throughput", "cost", "value"):
@@ -109,10 +109,10 @@ def test_the_artefact_needs_its_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("pool", POOLS)
 def test_the_best_way_is_ours_and_cheaper_than_on_demand(pool: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half a day and three shapes show it: the last of them is the best of all that are tried."""
+    """Two hours and three shapes show it: the last of them is the best of all that are tried."""
     few = shapes("gpt-3-6.7b", POOLS[pool], PRESETS[pool].nodes)[:3]
     monkeypatch.setattr("culm.sim.papers.best_way.shapes", lambda *_: few)
-    found = answer("gpt-3-6.7b", pool, [generate(replace(PRESETS[pool], hours=6.0), 0)])
+    found = answer("gpt-3-6.7b", pool, [generate(replace(PRESETS[pool], hours=2.0), 0)])
     assert found.workload == few[-1]
     best = found.ranked(found.then)[0]
     assert best.split(",")[0] in ("auto", "reroute", "templates", "migrate")
