@@ -60,7 +60,8 @@ def test_a_hundred_kills_of_workers_and_five_of_servers_change_no_bit_and_count_
         assert wild.summary[what] == calm.summary[what]
     assert wild.summary["state_sha256"] != wild.summary["weights_sha256"]
     victims = [e["node"] for e in events(tmp_path / "run") if e["kind"] == "kill"]
-    assert sum(v == "worker" for v in victims) == 100 <= wild.summary["workers_lost"]
+    assert sum(v == "worker" for v in victims) == 100
+    assert wild.summary["workers_lost"] >= 100 - options["workers"]  # whom the end of the run sends home is not missed
     assert len(victims) - 100 == 5 <= sum(len(recovery["lost"]) for recovery in wild.summary["recoveries"])
     assert wild.summary["generations"] > 1
     assert wild.summary["samples_lost"] == wild.summary["samples_duplicated"] == 0
