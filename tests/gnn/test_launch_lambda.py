@@ -23,6 +23,7 @@ from culm.gnn.launch.handler import ENTRY, GRACE_S, handler
 from culm.gnn.launch.package import Package, package
 
 from . import launch_standin as standin
+from .invoked import Minute
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,13 +46,6 @@ print(json.dumps(handler(json.loads(sys.argv[2]), Context())))
 def aws() -> Any:
     """boto3, which takes its time to import."""
     return import_module("boto3")
-
-
-class Minute:
-    """The context of an invocation that has a minute left."""
-
-    def get_remaining_time_in_millis(self) -> int:
-        return 60_000
 
 
 @pytest.fixture

@@ -11,14 +11,14 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
+from tests.known import ready, truth
 from torch import nn
 
 from culm.cluster.blows import Blow
-from culm.cluster.prepare import Request, prepare
 from culm.cluster.setup import STRATEGIES, Setup
 from culm.job import Job
 from culm.schedule import Plan
-from culm.testing import Faults, Trained, reference
+from culm.testing import Faults
 from culm.testing.cluster import Simulated
 from culm.testing.survive import endure
 
@@ -42,18 +42,12 @@ def described(exact: bool = True) -> Job:
 
 
 @functools.cache
-def truth(exact: bool) -> Trained:
-    return reference(described(exact))
-
-
-@functools.cache
 def prepared(pipelines: int, stages: int, schedule: str, strategy: str, exact: bool) -> Setup:
-    asked = Request(pipelines=pipelines, stages=stages, schedule=schedule, strategy=strategy)
-    return prepare(described(exact), asked)
+    return ready(described(exact), pipelines=pipelines, stages=stages, schedule=schedule, strategy=strategy)
 
 
 def survive(faults: Faults, setup: Setup, exact: bool) -> Simulated:
-    run = endure(described(exact), setup, faults, 0, truth(exact))
+    run = endure(described(exact), setup, faults, 0, truth(described(exact)))
     assert not run.missed(faults), f"{faults} was to strike, and {run.missed(faults)} did not"
     assert run.summary["preemptions"] == sum(len(fault.nodes) for fault in faults.all if isinstance(fault, Blow))
     return run
