@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 import gc
+import os
+import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
-from fsspec.implementations.memory import MemoryFileSystem
-
-from culm.providers.local import LocalNursery
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tests.preloaded import Start
 
+    from culm.providers.local import LocalNursery
+
+# What is heavy is imported where it is needed: the process that hands tests out to others reads this file, too.
+
 ROOT = str(Path(__file__).parents[1])
 if ROOT not in sys.path:  # of what tests share, and of the benchmarks, which are no part of the installed package
     sys.path.insert(0, ROOT)
+
+MEMORY = Path("/dev/shm")
+if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 4 << 30:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))  # checkpoints are synced: a disk would be waited for
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A file without real tests need not be imported to find that out."""
+    if config.option.markexpr == "real" and collection_path.suffix == ".py":
+        return "mark.real" not in collection_path.read_text() or None
+    return None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -66,6 +79,8 @@ def nursery(zygote: Start) -> Iterator[LocalNursery]:
     """One process with torch imported that real nodes come out of; tests that use it are marked `real`."""
     from tests import preloaded
 
+    from culm.providers.local import LocalNursery
+
     with preloaded.forking(zygote):
         made = LocalNursery()
     with made:
@@ -75,6 +90,8 @@ def nursery(zygote: Start) -> Iterator[LocalNursery]:
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """Where tensors are small, threads would only fight over the cores."""
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -90,5 +107,7 @@ def memory() -> Iterator[str]:
 
 
 def _forget_memory() -> None:
+    from fsspec.implementations.memory import MemoryFileSystem
+
     MemoryFileSystem.store.clear()
     MemoryFileSystem.pseudo_dirs[:] = [""]

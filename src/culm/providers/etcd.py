@@ -147,8 +147,8 @@ def _options(data: Path, url: str) -> list[str]:
         f"--listen-peer-urls={peers}",
         f"--initial-advertise-peer-urls={peers}",
         f"--initial-cluster=default={peers}",
-        "--heartbeat-interval=10",
-        "--election-timeout=100",  # it only has to elect itself
+        "--heartbeat-interval=40",
+        "--election-timeout=200",  # it only has to elect itself: sooner would cost it more when idle
         "--unsafe-no-fsync",  # what was written survives its death, if not the machine's, and then all is lost anyway
         "--bcrypt-cost=4",  # the password is random: nothing to gain from slow hashing
         "--auto-compaction-mode=revision",
