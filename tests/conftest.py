@@ -37,8 +37,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whoever waits does so while others compute, and not when they are done."""
-    items.sort(key=lambda item: item.get_closest_marker("waits") is None)
+    """Whoever waits does so while others compute, and not when they are done: who waits longest begins."""
+    items.sort(key=lambda item: -sum(mark.args[0] for mark in item.iter_markers("waits")))
 
 
 def pytest_collection_finish() -> None:

@@ -18,7 +18,7 @@ from . import netns
 from .etcds import etcd_with
 from .netns import Lab, NoLab
 
-pytestmark = [pytest.mark.real, pytest.mark.waits, pytest.mark.usefixtures("forked")]
+pytestmark = [pytest.mark.real, pytest.mark.waits(3), pytest.mark.usefixtures("forked")]
 hosts = pytest.mark.skipif(not netns.possible(), reason="needs root and network namespaces")
 PATIENCE_S = 60
 CLIENT = [sys.executable, "-m", "tests.cluster.etcd_client"]

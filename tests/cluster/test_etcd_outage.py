@@ -24,7 +24,7 @@ from culm.providers.etcd import PrivateEtcd, _free_port
 
 from .etcds import BadLine, bad_line, etcd_with, patiently, started
 
-pytestmark = [pytest.mark.real, pytest.mark.waits]
+pytestmark = [pytest.mark.real, pytest.mark.waits(1)]
 SHORT = derive(0.5)
 """Leases of two seconds, the shortest there are."""
 LOST = "the session in the store is lost"

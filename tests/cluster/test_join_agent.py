@@ -27,7 +27,7 @@ from culm.testing import reference
 
 from .etcds import etcd_with
 
-pytestmark = [pytest.mark.real, pytest.mark.waits, pytest.mark.usefixtures("forked")]
+pytestmark = [pytest.mark.real, pytest.mark.waits(5), pytest.mark.usefixtures("forked")]
 PATIENCE_S = 180.0
 SECRET = b"a secret of the test"
 JOB = """

@@ -20,7 +20,7 @@ from culm.testing import reference
 
 from .jobs import Nap, job
 
-pytestmark = [pytest.mark.real, pytest.mark.waits, pytest.mark.usefixtures("forked")]
+pytestmark = [pytest.mark.real, pytest.mark.waits(4), pytest.mark.usefixtures("forked")]
 PATIENCE_S = 180.0
 ENDLESS = 10**6
 

@@ -22,7 +22,7 @@ from .netns import Lab, NoLab
 
 pytestmark = [
     pytest.mark.real,
-    pytest.mark.waits,
+    pytest.mark.waits(8),
     pytest.mark.usefixtures("forked"),
     pytest.mark.skipif(not netns.possible(), reason="needs root and network namespaces"),
 ]

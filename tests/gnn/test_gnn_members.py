@@ -61,7 +61,7 @@ class Pause:
 
 @pytest.mark.usefixtures("forked")
 @pytest.mark.real
-@pytest.mark.waits
+@pytest.mark.waits(9)
 @pytest.mark.parametrize("seat", ["graph-1", "parameter-0"])
 def test_a_server_that_hangs_is_replaced_and_fenced_when_it_wakes_up(seat: str, calm: Result, tmp_path: Path) -> None:
     pause = Pause(tmp_path / "run", seat)
@@ -76,7 +76,6 @@ def test_a_server_that_hangs_is_replaced_and_fenced_when_it_wakes_up(seat: str, 
 
 @pytest.mark.usefixtures("forked")
 @pytest.mark.real
-@pytest.mark.waits
 def test_servers_meet_in_an_etcd_of_ones_own_and_leave_nothing_there(calm: Result, tmp_path: Path) -> None:
     seen: list[str] = []
 
@@ -105,7 +104,6 @@ def _elsewhere(look: Callable[[Access], Coroutine[Any, Any, list[str]]], access:
 
 @pytest.mark.usefixtures("forked")
 @pytest.mark.real
-@pytest.mark.waits
 def test_without_an_etcd_the_store_lives_in_the_process_and_that_is_said(
     calm: Result, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -122,7 +120,6 @@ def test_without_an_etcd_the_store_lives_in_the_process_and_that_is_said(
 
 @pytest.mark.usefixtures("forked")
 @pytest.mark.real
-@pytest.mark.waits
 def test_a_server_reads_what_the_leader_wrote_and_is_gone_when_it_leaves() -> None:
     async def both() -> list[bytes | None]:
         async with meet(None, "r1", "secret", suspect_after=5.0, said=print) as hall:
@@ -137,7 +134,6 @@ def test_a_server_reads_what_the_leader_wrote_and_is_gone_when_it_leaves() -> No
 
 @pytest.mark.usefixtures("forked")
 @pytest.mark.real
-@pytest.mark.waits
 def test_the_end_of_a_process_is_seen_whether_it_is_watched_before_or_after() -> None:
     async def watch() -> int:
         process = await asyncio.create_subprocess_exec("cat", stdin=asyncio.subprocess.PIPE)
@@ -172,7 +168,6 @@ def test_the_password_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.usefixtures("forked")
 @pytest.mark.real
-@pytest.mark.waits
 def test_a_private_etcd_that_dies_is_started_again_and_nothing_is_learned_differently(
     monkeypatch: pytest.MonkeyPatch, calm: Result
 ) -> None:
@@ -189,7 +184,7 @@ def test_a_private_etcd_that_dies_is_started_again_and_nothing_is_learned_differ
 
 @pytest.mark.usefixtures("forked")
 @pytest.mark.real
-@pytest.mark.waits
+@pytest.mark.waits(6)
 def test_a_private_etcd_that_hangs_is_replaced_and_nothing_is_learned_differently(
     monkeypatch: pytest.MonkeyPatch, calm: Result, tmp_path: Path
 ) -> None:
@@ -211,7 +206,7 @@ def test_a_private_etcd_that_hangs_is_replaced_and_nothing_is_learned_differentl
 
 @pytest.mark.usefixtures("forked")
 @pytest.mark.real
-@pytest.mark.waits
+@pytest.mark.waits(15)
 def test_a_private_etcd_that_hangs_again_at_once_ends_the_run_with_a_sentence(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -119,7 +119,7 @@ def test_rows_are_sent_to_a_worker_that_can_not_map_them() -> None:
 
 @pytest.mark.usefixtures("forked")
 @pytest.mark.real
-@pytest.mark.waits
+@pytest.mark.waits(5)
 def test_too_many_workers_are_sent_home_and_the_events_say_why(tmp_path: Path) -> None:
     run(
         small_model(GRAPH),
@@ -164,7 +164,7 @@ def test_a_wrong_request_is_refused_before_anything_starts(
 
 @pytest.mark.usefixtures("forked")
 @pytest.mark.real
-@pytest.mark.waits
+@pytest.mark.waits(9)
 def test_the_only_worker_hangs_and_is_replaced(tmp_path: Path) -> None:
     model = small_model(GRAPH)
     stopped: list[int] = []
