@@ -331,6 +331,7 @@ def _end(code: int) -> NoReturn:
 def _preload() -> None:
     for module in ("culm.gnn.host", "culm.gnn.worker", "culm.gnn.running", "culm.cli", "culm.cluster.prepare"):
         importlib.import_module(module)
+    importlib.import_module("culm.cli").command()
     importlib.import_module("culm.providers.nursery")._preload()
     importlib.import_module("benchmarks.rank")
     gc.collect()

@@ -1,7 +1,8 @@
 """The sweep: kill each node at each of its actions, under every strategy that survives: the same is learned.
 
-A job of 2 pipelines x 3 stages, killed in its second step; three steps follow. The truth is one process. In other
-shapes, and where several are lost, strategies take turns: together they meet every moment.
+A job of 2 pipelines x 3 stages, killed in its second step, or in its first where sums need not be exact; three steps
+follow. The truth is one process. In other shapes, and where several are lost, strategies take turns: together they meet
+every moment.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 @functools.cache
 def described(exact: bool = True) -> Job:
     """Four layers, so that a stage has one of them or two."""
-    return job(steps=STEP + 4, exact=exact, optimizer=adamw)
+    return job(steps=(STEP if exact else 0) + 4, exact=exact, optimizer=adamw)
 
 
 @functools.cache
@@ -77,7 +78,7 @@ def test_a_node_killed_at_any_of_its_actions_changes_nothing_that_is_learned(
 ) -> None:
     setup = prepared(2, 3, schedule, strategy, exact)
     for at in moments(setup, node):
-        survive(Faults().kill(node, at=at, step=STEP), setup, exact)
+        survive(Faults().kill(node, at=at, step=STEP if exact else 0), setup, exact)
 
 
 @pytest.mark.parametrize("node", range(3))

@@ -24,9 +24,10 @@ Nothing here imports torch until a verb needs it, so that help and pictures come
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -69,10 +70,16 @@ def culm_command(
         print(context.get_help())
 
 
+@functools.cache
+def command() -> Any:
+    """All verbs with their options, which takes as long to put together as a picture to draw: once in a process."""
+    return typer.main.get_command(app)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command. Exit codes: 0 done; 1 the run failed; 2 the request was wrong; 128 + n ended by signal n."""
     try:
-        code = app(args=arguments, prog_name="culm", standalone_mode=False)
+        code = command()(args=arguments, prog_name="culm", standalone_mode=False)
     except _Refused as error:
         say(error.format_message())
         code = 2
