@@ -50,6 +50,7 @@ clean: ## Remove the environment, the caches and the demo
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("culm needs Python 3.11 or newer: say which with make PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv
 	$(INSTALL) --editable .
+	$(BIN)/python -m compileall -q src  # as pip does with what it does not leave in place
 	touch $@
 
 .venv/.developing: .venv/.installed

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from culm.providers.local import LocalNursery
 
 # What is heavy is imported where it is needed: the process that hands tests out to others reads this file, too.
+gc.disable()  # until all tests are found: imports leave no garbage
 
 ROOT = str(Path(__file__).parents[1])
 if ROOT not in sys.path:  # of what tests share, and of the benchmarks, which are no part of the installed package
@@ -45,6 +46,7 @@ def pytest_collection_finish() -> None:
     """What was imported stays: the garbage collector need not look through it, again and again."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -329,6 +329,7 @@ def _end(code: int) -> NoReturn:
 
 
 def _preload() -> None:
+    gc.disable()
     for module in ("culm.gnn.host", "culm.gnn.worker", "culm.gnn.running", "culm.cli", "culm.cluster.prepare"):
         importlib.import_module(module)
     importlib.import_module("culm.cli").command()
@@ -336,6 +337,7 @@ def _preload() -> None:
     importlib.import_module("benchmarks.rank")
     gc.collect()
     gc.freeze()
+    gc.enable()
     _use_huge_pages()
 
 

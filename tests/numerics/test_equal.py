@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from functools import partial
 from typing import Any
 
@@ -67,9 +68,9 @@ def test_one_pipeline_equals_the_reference(name: str, shape: Shape) -> None:
     same(run(job, shape, strategy=ONE[shape]), truth(job))
 
 
-@pytest.mark.parametrize("shape", SEVERAL, ids=str)
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize(("name", "shape"), zip(JOBS, itertools.cycle(SEVERAL), strict=False), ids=str)
 def test_exact_runs_equal_the_reference_with_any_number_of_pipelines(name: str, shape: Shape) -> None:
+    """Jobs that differ in one thing follow each other, and meet the shapes in turn."""
     job = job_of(name, exact=True)
     same(run(job, shape, like=job_of(name), strategy=SEVERAL[shape]), truth(job))
 

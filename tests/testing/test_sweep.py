@@ -64,8 +64,8 @@ def moments(setup: Setup, node: int) -> Iterator[str]:
         yield "commit"
 
 
-def in_turn(strategy: str, all_moments: Iterable[str], of: int = 2) -> list[str]:
-    """Every second of the moments, or every third: strategies begin with different ones."""
+def in_turn(strategy: str, all_moments: Iterable[str], of: int = 3) -> list[str]:
+    """Every third of the moments, or every second: strategies begin with different ones."""
     return list(all_moments)[SURVIVING.index(strategy) % of :: of]
 
 
@@ -86,7 +86,7 @@ def test_a_node_killed_at_any_of_its_actions_changes_nothing_that_is_learned(
 @pytest.mark.parametrize("strategy", ["shadow", "shadow-lazy"])
 def test_one_pipeline_alone_survives_by_its_shadows(strategy: str, schedule: str, node: int) -> None:
     setup = prepared(1, 3, schedule, strategy, True)
-    for at in in_turn(strategy, moments(setup, node)):
+    for at in in_turn(strategy, moments(setup, node), of=2):
         survive(Faults().kill(node, at=at, step=STEP), setup, True)
 
 
@@ -106,7 +106,7 @@ def test_three_pipelines_survive_too(strategy: str, schedule: str) -> None:
 def test_neighbours_may_be_lost_together(strategy: str, schedule: str, pair: tuple[int, int]) -> None:
     """Also across the end of a pipeline, and with all that they had sent."""
     setup = prepared(2, 3, schedule, strategy, True)
-    for number, at in enumerate(in_turn(strategy, moments(setup, pair[0]), of=3)):
+    for number, at in enumerate(in_turn(strategy, moments(setup, pair[0]))):
         survive(Faults().kill(pair, at=at, step=STEP, silence=number % 2 == 1), setup, True)
 
 

@@ -19,7 +19,7 @@ import msgspec
 
 from culm.gnn.launch.base import Ticket
 from culm.gnn.launch.entry import Entry, live, resolve
-from culm.providers.nursery import NVML_CHECK, fork, spare_nodes
+from culm.providers.nursery import NVML_CHECK, fork, preloading
 
 _REAP_S = 0.2
 
@@ -90,11 +90,11 @@ def main(descriptor: int, *entries: str) -> None:
     """The nursery process, with what these entries need imported."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's business
     os.environ[NVML_CHECK] = "1"  # looking for a GPU must not start one here
-    for entry in entries:
-        resolve(entry)  # imports it
-    if "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(1)  # workers share the cores among themselves
-    spare_nodes()
+    with preloading():
+        for entry in entries:
+            resolve(entry)  # imports it
+        if "torch" in sys.modules:
+            sys.modules["torch"].set_num_threads(1)  # workers share the cores among themselves
     try:
         Nursery(Connection(descriptor)).serve()
     finally:
