@@ -21,7 +21,7 @@ from culm.testing import reference
 
 from .jobs import Nap, job
 
-pytestmark = [pytest.mark.real, pytest.mark.waits(18)]
+pytestmark = pytest.mark.real
 PATIENCE_S = 170.0
 KILLS, STOPS = 20, 5
 PIPELINES, STAGES = 4, 2
