@@ -329,15 +329,13 @@ def _end(code: int) -> NoReturn:
 
 
 def _preload() -> None:
-    gc.disable()
-    for module in ("culm.gnn.host", "culm.gnn.worker", "culm.gnn.running", "culm.cli", "culm.cluster.prepare"):
-        importlib.import_module(module)
-    importlib.import_module("culm.cli").command()
-    importlib.import_module("culm.providers.nursery")._preload()
-    importlib.import_module("benchmarks.rank")
-    gc.collect()
-    gc.freeze()
-    gc.enable()
+    nursery = importlib.import_module("culm.providers.nursery")
+    with nursery.preloading():
+        for module in ("culm.gnn.host", "culm.gnn.worker", "culm.gnn.running", "culm.cluster.prepare"):
+            importlib.import_module(module)
+        importlib.import_module("culm.cli").command()
+        nursery._preload()
+        importlib.import_module("benchmarks.rank")
     _use_huge_pages()
 
 
