@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -130,8 +131,10 @@ def test_a_signal_ends_everything_that_was_started(number: signal.Signals, under
         text=True,
     )
     assert process.stdout is not None
-    while "loss" not in process.stdout.readline():
+    happened = tmp_path / "run" / "events.jsonl"
+    while not happened.exists() or '"evaluation"' not in happened.read_text():  # all have worked by then
         assert process.poll() is None
+        time.sleep(0.01)
     process.send_signal(number)
     assert process.wait() == 128 + number
     assert "Traceback" not in process.stdout.read()

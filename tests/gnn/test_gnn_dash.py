@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import threading
 import urllib.error
 import urllib.request
@@ -151,6 +152,23 @@ def test_who_waits_for_the_page_when_the_run_ends_is_hung_up_on() -> None:
             await writer.drain()
         with contextlib.suppress(ConnectionError):
             return await asyncio.wait_for(reader.read(), 30.0)
+        return b""
+
+    assert asyncio.run(visit()) == b""
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_who_comes_at_the_moment_when_the_run_ends_is_hung_up_on(turns: int) -> None:
+    async def visit() -> bytes:
+        with contextlib.ExitStack() as stack:
+            async with served(lambda: "page") as address:
+                port = int(address.rstrip("/").rpartition(":")[2])
+                visitor = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+                for _ in range(turns):  # of the loop: a connection is let in over several of them
+                    await asyncio.sleep(0)
+            visitor.setblocking(False)
+            with contextlib.suppress(ConnectionError):
+                return await asyncio.wait_for(asyncio.get_running_loop().sock_recv(visitor, 1), 30.0)
         return b""
 
     assert asyncio.run(visit()) == b""

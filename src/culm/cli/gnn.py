@@ -105,16 +105,23 @@ app.command("plan")(gnn_plan)
 
 @contextlib.contextmanager
 def terminable() -> Iterator[None]:
-    """SIGTERM ends a run as Ctrl-C does: everything that was started is ended, then the command with 128 + 15."""
+    """SIGTERM ends a run as Ctrl-C does: everything that was started is ended, then the command with 128 + 15.
+
+    In the background of a script Ctrl-C is ignored, and then asyncio would not take care of it: there it is kept
+    waiting instead, until SIGTERM lets it in.
+    """
     heard = []
 
     def stop(number: int, frame: object) -> None:
         del frame
         heard.append(number)
-        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a script's background job, which Ctrl-C must not reach
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         signal.raise_signal(signal.SIGINT)
 
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    if ignored:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     before = signal.signal(signal.SIGTERM, stop)
     try:
         yield
@@ -124,6 +131,9 @@ def terminable() -> Iterator[None]:
         raise Interrupted(signal.SIGTERM, "terminated") from None
     finally:
         signal.signal(signal.SIGTERM, before)
+        if ignored:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def _workers(text: str) -> int | str:

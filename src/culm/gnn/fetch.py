@@ -41,7 +41,8 @@ async def fetch(addresses: Sequence[str], token: str, generation: int, layers: i
         for address in addresses:
             links.append(await dial(address, token, f"leader 0 {generation}", heard, lost))
             links[-1].send(say.Fetch())
-        await asyncio.wait_for(complete, _PATIENCE_S)
+        async with asyncio.timeout(_PATIENCE_S):
+            await complete
     except TimeoutError:
         raise RunError("a parameter server does not answer") from None
     finally:

@@ -48,7 +48,8 @@ class Notes:
     async def something(self) -> None:
         """Wait for something that somebody waits for; anything else is told now and then."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._urgent.wait(), _REPORT_S)
+            async with asyncio.timeout(_REPORT_S):
+                await self._urgent.wait()
         self._urgent.clear()
 
     def report(self, board: Board, workers: int) -> Report:

@@ -83,9 +83,8 @@ class _Worker:
         while not self._over.is_set() and time.monotonic() < self._ends - _LEAVE_S:
             desk.send(say.Hello(os.getpid(), socket.gethostname()))
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(
-                    self._over.wait(), min(BEAT_S, max(0.0, self._ends - _LEAVE_S - time.monotonic()))
-                )
+                async with asyncio.timeout(min(BEAT_S, max(0.0, self._ends - _LEAVE_S - time.monotonic()))):
+                    await self._over.wait()
         if self._generation is not None:
             await self._generation.leave()
         desk.close()
@@ -152,7 +151,8 @@ class _Generation:
         for link in self._servers:
             link.send(say.Leaving())
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), 0.5)
+            async with asyncio.timeout(0.5):
+                await self._idle.wait()
         await asyncio.gather(*(link.drained() for link in self._servers))
         self.close()
 

@@ -7,8 +7,10 @@ with the process that started it, whatever is killed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import os
+import random
 import secrets
 import shutil
 import socket
@@ -27,6 +29,8 @@ _PATIENCE_S = 30.0
 _LOOK_S = 0.01
 _TRIES = 3
 """Between choosing a free port and etcd taking it somebody else may."""
+_PORTS = range(15000, 32000)
+"""Below those that Linux gives to outgoing connections."""
 
 
 class PrivateEtcd:
@@ -174,10 +178,13 @@ def _program() -> str:
 
 
 def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
+    """Of those that no outgoing connection is given: while etcd is away its clients dial its port again and again, and
+    one that was given that very port would be connected to itself, and etcd would find it taken."""
+    for port in random.SystemRandom().sample(_PORTS, 1000):
+        with contextlib.suppress(OSError), socket.socket() as found:
+            found.bind(("127.0.0.1", port))
+            return port
+    raise RunError(f"there is no free port for a private etcd from {_PORTS.start} to {_PORTS.stop - 1}")
 
 
 async def _healthy(http: aiohttp.ClientSession, url: str) -> bool:

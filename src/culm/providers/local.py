@@ -242,8 +242,9 @@ async def led(run: LocalRun, nodes: int, zones: Sequence[str] = ()) -> AsyncIter
         tasks.append(watching := asyncio.create_task(run.nodes.watch()))
         yield
         run.fail("the launcher ended the run")
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(asyncio.shield(watching), _PATIENCE_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_PATIENCE_S):
+                await asyncio.shield(watching)
     finally:
         if not run.alone:
             await _dismiss(run)
@@ -255,8 +256,9 @@ async def led(run: LocalRun, nodes: int, zones: Sequence[str] = ()) -> AsyncIter
 async def _dismiss(run: LocalRun) -> None:
     """Let nodes of other machines hear that the run has ended, before its keys go."""
     run.fail("the launcher ended the run")
-    with contextlib.suppress(asyncio.TimeoutError):
-        await asyncio.wait_for(run.deserted(), _PATIENCE_S)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_PATIENCE_S):
+            await run.deserted()
 
 
 async def _loaded(nursery: LocalNursery, told: Told) -> Loaded:

@@ -60,7 +60,8 @@ class EtcdStore:
         session = Session(gateway, clock, home, times)
         try:
             await gateway.find(patience_s)
-            await asyncio.wait_for(session.begin(), patience_s + times.store_call)
+            async with asyncio.timeout(patience_s + times.store_call):
+                await session.begin()
         except TimeoutError:
             await gateway.close()
             raise UsageError(f"--etcd: {gateway.endpoint} answers but takes no writes: are most members up?") from None
