@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from safetensors import safe_open
 
 from culm.cli import main
 
-from .command import JOBS, culm, one_sentence
+from .command import JOBS, LIMIT_S, Training, culm, one_sentence
 
 pytestmark = [pytest.mark.real, pytest.mark.usefixtures("forked")]
 
@@ -148,11 +150,11 @@ def test_what_user_code_prints_appears_and_quiet_hides_the_rest() -> None:
 
 @pytest.fixture
 def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 40 kB."""
+    """A file system of 2 MB."""
     place = tmp_path / "disk"
     place.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=40k", "tmpfs", str(place)], capture_output=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)], capture_output=True, check=False
     )
     if mounted.returncode:
         pytest.skip("mounting a file system takes root")
@@ -161,11 +163,19 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk_ends_the_run_with_a_sentence_and_keeps_the_checkpoint_before(tiny_disk: Path) -> None:
-    ended = culm(
-        "run", f"{JOBS}:endless", "--stages", "2", "--quiet", "--out", str(tiny_disk), "--checkpoint-every", "10"
-    )
-    assert ended.returncode == 1
-    said = one_sentence(ended.stderr)
+    run = Training("--quiet", "--out", str(tiny_disk), "--checkpoint-every", "10")
+    try:
+        while not list(tiny_disk.glob("checkpoints/step-*/manifest.json")):
+            assert run.process.poll() is None
+            time.sleep(0.01)
+        with contextlib.suppress(OSError), (tiny_disk / "something else").open("wb", buffering=0) as file:
+            while file.write(bytes(512)):
+                pass
+        _, told = run.process.communicate(timeout=LIMIT_S)
+    finally:
+        run.clean_up()
+    assert run.process.returncode == 1
+    said = one_sentence(told)
     assert str(tiny_disk) in said
     assert "disk is full" in said or "No space left" in said
     assert list((tiny_disk / "checkpoints").glob("step-*/manifest.json"))
