@@ -37,6 +37,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
+def pytest_collection() -> None:
+    """Properties are tried on a few random examples, each time on others. To hunt: EXAMPLES=1000 pytest tests/plan."""
+    from hypothesis import settings
+
+    settings.register_profile("culm", max_examples=int(os.environ.get("EXAMPLES", "30")), deadline=None)
+    settings.load_profile("culm")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whoever waits does so while others compute, and not when they are done: who waits longest begins."""
     items.sort(key=lambda item: -sum(mark.args[0] for mark in item.iter_markers("waits")))

@@ -6,7 +6,7 @@ import io
 
 import pytest
 from benchmarks.dropping import PIPELINES, RATES, drawn, run, table
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -14,7 +14,6 @@ from benchmarks import dropping
 
 
 @given(st.sampled_from(RATES), st.integers(0, 9))
-@settings(max_examples=30, deadline=None)
 def test_a_step_never_loses_all_its_samples_and_loses_about_as_many_as_asked(rate: float, seed: int) -> None:
     dropped = drawn(rate, 400, seed)
     assert len(dropped) == 400

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 from benchmarks.job import LARGE, SMALL, GPTSpec, build, even_cut, inputs, targets
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from culm.errors import PlanError
@@ -11,7 +11,6 @@ from culm.errors import PlanError
 TINY = GPTSpec(name="tiny", width=16, tokens=8, blocks=4, heads=2, vocab=32, micro_batch=2, micro_batches=4, items=20)
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.data())
 def test_a_cut_holds_every_layer_once_in_order_with_blocks_spread_evenly(data: st.DataObject) -> None:
     blocks = data.draw(st.integers(1, 40))

@@ -5,7 +5,7 @@ from statistics import median
 
 import pytest
 from benchmarks.paired import compare, interval, order, paired, steps_for
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from culm.errors import UsageError
@@ -53,7 +53,6 @@ def test_the_order_cancels_drift(rounds: int, power: int) -> None:
     assert places["a"] == places["b"]
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.lists(seconds, min_size=1, max_size=30))
 def test_the_interval_holds_the_median_and_stays_inside_the_values(values: list[float]) -> None:
     low, high = interval(values)
@@ -81,7 +80,6 @@ def test_numbers_that_measure_nothing_are_refused_by_name(wrong: dict[str, int])
     assert log == []
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.floats(min_value=1e-4, max_value=0.3))
 def test_steps_are_chosen_so_that_a_round_lasts_about_as_long_as_asked(step_s: float) -> None:
     assert 0.3 <= steps_for(step_s, round_s=0.5) * step_s <= 1.0

@@ -140,7 +140,7 @@ def test_a_missing_shard_rejects_the_checkpoint_with_a_reason(catalog: Catalog, 
     assert reason.endswith(f"step-00000002/{lost} is missing")
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_a_changed_byte_in_any_file_is_found(root: str, data: st.DataObject) -> None:
     catalog = Catalog(Storage(root))
@@ -157,7 +157,7 @@ def test_a_changed_byte_in_any_file_is_found(root: str, data: st.DataObject) -> 
     assert name in reason
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_a_cut_in_any_file_is_found_by_sizes_alone(root: str, data: st.DataObject) -> None:
     catalog = Catalog(Storage(root))

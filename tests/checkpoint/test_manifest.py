@@ -7,7 +7,7 @@ import math
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from culm.checkpoint import FileEntry, Manifest, Scalar
@@ -56,7 +56,6 @@ WORDS = st.text('a0."\\/\n\0é€\u2028😀')
 """Of whatever JSON writes in its own way."""
 
 
-@settings(deadline=None, max_examples=100)
 @given(st.dictionaries(WORDS, st.integers() | st.floats() | st.booleans() | WORDS | st.none(), max_size=4))
 def test_scalars_come_back_with_value_and_type(scalars: dict[str, Scalar]) -> None:
     manifest = msgspec.structs.replace(GOOD, scalars=plain_scalars(scalars))
@@ -77,7 +76,6 @@ def test_json_for_other_tools_has_no_words_outside_the_standard() -> None:
     assert found["nonfinite"] == {"a": "inf", "b": "nan"}
 
 
-@settings(deadline=None, max_examples=200)
 @given(st.data())
 def test_a_change_of_any_byte_is_found(data: st.DataObject) -> None:
     damaged = bytearray(GOOD.to_json())
@@ -86,7 +84,6 @@ def test_a_change_of_any_byte_is_found(data: st.DataObject) -> None:
         Manifest.from_json(bytes(damaged))
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_a_cut_anywhere_is_found(data: st.DataObject) -> None:
     good = GOOD.to_json()

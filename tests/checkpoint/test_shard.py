@@ -4,7 +4,7 @@ import struct
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from culm.checkpoint.shard import decode, encode, sha256
@@ -16,7 +16,6 @@ FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.flo
 INTS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8]
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.sampled_from(FLOATS + INTS), st.binary(max_size=64))
 def test_every_bit_pattern_comes_back(dtype: torch.dtype, data: bytes) -> None:
     usable = len(data) - len(data) % dtype.itemsize
@@ -70,7 +69,6 @@ def test_any_name_comes_back() -> None:
     assert same(decode(encode(tensors)), tensors)
 
 
-@settings(deadline=None, max_examples=40)
 @given(st.dictionaries(st.text("ab.0", min_size=1), st.tuples(st.sampled_from(FLOATS + INTS), st.integers(0, 3))))
 def test_a_mixture_of_types_and_sizes_comes_back(kinds: dict[str, tuple[torch.dtype, int]]) -> None:
     tensors = {name: torch.arange(size).to(dtype) for name, (dtype, size) in kinds.items()}
@@ -98,7 +96,6 @@ def test_a_tensor_that_can_not_be_stored_is_named(tensor: torch.Tensor, kind: st
         encode({"0.weight": tensor})
 
 
-@settings(deadline=None, max_examples=40)
 @given(st.data())
 def test_bytes_cut_anywhere_are_refused(data: st.DataObject) -> None:
     good = encode({"x": torch.arange(9.0)})

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.known import ready, truth
 
@@ -191,7 +191,6 @@ def test_the_leader_may_be_lost_in_a_cold_restart(tmp_path: Path, moment: dict[s
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.data())
-@settings(max_examples=60, deadline=None)
 def test_a_crew_is_whole_pipelines_of_nodes_that_are_there_each_once(D: int, P: int, data: st.DataObject) -> None:
     setup = ready(job(), pipelines=D, stages=P, strategy="none")
     slots = data.draw(st.sets(st.integers(0, D * P - 1)))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from culm.cluster.prepare import Request, prepare
@@ -76,7 +76,6 @@ RISKS = st.builds(Risk, losses=st.floats(0, 2), group=st.floats(1, 6), stall_s=s
 
 
 @given(CASES, st.floats(0.01, 100), RISKS, st.booleans())
-@settings(max_examples=60, deadline=None)
 def test_a_choice_can_be_used_in_its_shape_and_is_near_the_best(
     case: Case, step_s: float, risk: Risk, saves: bool
 ) -> None:
@@ -91,7 +90,6 @@ def test_a_choice_can_be_used_in_its_shape_and_is_near_the_best(
 
 
 @given(st.floats(0.01, 2), st.floats(1.1, 8))
-@settings(max_examples=40, deadline=None)
 def test_the_more_nodes_are_lost_the_more_often_a_checkpoint_is_written(losses: float, more: float) -> None:
     case = Case(pipelines=2, stages=4, micro_batches=8)
     seldom, often = (

@@ -115,7 +115,7 @@ async def play(world: Memory | Etcd, witness: Store, script: list[Move]) -> tupl
     return answers, [await watch for watch in watches]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(script=moves)
 def test_both_stores_agree_on_every_script(etcd: PrivateEtcd, script: list[Move]) -> None:
     async def main() -> None:

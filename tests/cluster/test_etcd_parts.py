@@ -9,7 +9,7 @@ from contextlib import aclosing
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from culm.cluster.etcd import EtcdStore, blob
@@ -55,7 +55,6 @@ def replayed(changes: list[Change]) -> dict[str, bytes]:
     return known
 
 
-@settings(deadline=None, max_examples=50)
 @given(histories, st.data())
 def test_a_watch_that_breaks_anywhere_and_goes_on_tells_every_event_once(history: History, data: st.DataObject) -> None:
     events = happened(history)
@@ -67,7 +66,6 @@ def test_a_watch_that_breaks_anywhere_and_goes_on_tells_every_event_once(history
     assert told == [Change(event.kv.key.decode().removeprefix("home/"), event.value) for event in events]
 
 
-@settings(deadline=None, max_examples=50)
 @given(histories, histories)
 def test_after_a_compaction_the_listener_knows_what_is_there(before: History, meanwhile: History) -> None:
     events = happened(before + meanwhile)
@@ -83,7 +81,6 @@ def test_the_events_of_one_transaction_are_all_told() -> None:
     assert Mirror("home/").apply(both) == [Change("a", b""), Change("b", b"")]
 
 
-@settings(deadline=None, max_examples=50)
 @given(st.binary(min_size=1), st.binary())
 def test_the_end_of_a_prefix_is_after_all_that_begin_with_it(start: bytes, rest: bytes) -> None:
     prefix = b"culm/" + start
@@ -92,7 +89,6 @@ def test_the_end_of_a_prefix_is_after_all_that_begin_with_it(start: bytes, rest:
     assert not end.startswith(prefix)
 
 
-@settings(deadline=None, max_examples=50)
 @given(st.integers(0, 4), st.integers(-1, 1))
 def test_a_blob_is_whole_or_not_there(parts: int, more: int) -> None:
     data = bytes(max(0, parts * 2**20 + more))

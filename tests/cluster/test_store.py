@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from culm.cluster.etcd import EtcdStore
@@ -445,7 +445,6 @@ moves: st.SearchStrategy[list[Move]] = st.lists(
 
 
 @given(moves)
-@settings(max_examples=200, deadline=None)
 def test_whoever_replays_a_watch_has_the_keys_that_the_store_has(script: list[Move]) -> None:
     """Whenever it began, and whatever happened meanwhile."""
     store = MemoryStore()

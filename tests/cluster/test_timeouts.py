@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import fields
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from culm.cluster.timeouts import Timeouts, derive, table
 from culm.errors import UsageError
 
 
-@settings(deadline=None, max_examples=100)
 @given(st.floats(0.1, 600), st.floats(0, 1000))
 def test_every_setting_that_is_allowed_gives_timeouts_in_order(suspect_after: float, slowest: float) -> None:
     times = derive(suspect_after, slowest_action=slowest)
@@ -23,7 +22,6 @@ def test_every_setting_that_is_allowed_gives_timeouts_in_order(suspect_after: fl
     assert times.progress > slowest
 
 
-@settings(deadline=None, max_examples=100)
 @given(st.floats(0.1, 300), st.floats(1, 2))
 def test_a_longer_setting_makes_no_timeout_shorter(suspect_after: float, factor: float) -> None:
     short, long = derive(suspect_after), derive(suspect_after * factor)

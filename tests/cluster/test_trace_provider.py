@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from culm import Job
@@ -121,7 +121,6 @@ def test_a_published_trace_keeps_a_run_as_full_as_its_market_was() -> None:
     assert 0.5 < rental.share((trace.span_s - rental.begins_s) / 60) < 1.0
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), min_size=1, max_size=40), st.integers(1, 4))
 def test_a_run_has_what_the_market_has_up_to_what_it_wants(drawn: list[tuple[int, int]], nodes: int) -> None:
     """Whatever comes and goes, and however many at once."""

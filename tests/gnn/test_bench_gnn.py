@@ -108,7 +108,7 @@ def test_the_table_shows_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gnn.table(made).row_count == len(gnn_sides.SYSTEMS)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(2, 6))
 def test_every_system_has_every_place_of_a_round_once_in_a_cycle(count: int) -> None:
     systems = [str(n) for n in range(count)]
@@ -136,7 +136,7 @@ def test_accuracy_between_evaluations_stands_still() -> None:
     assert test == (0.0, 0.4, 0.4, 0.6, 0.6)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(1, 60), st.integers(1, 6), st.integers(1, 3), st.integers(0, 99))
 def test_a_sampled_neighbourhood_is_out_of_the_graph_and_within_its_fanout(
     seeds: int, fanout: int, hops: int, seed: int
@@ -154,7 +154,7 @@ def test_a_sampled_neighbourhood_is_out_of_the_graph_and_within_its_fanout(
     assert set(range(len(vertices))) == set(range(seeds)) | set(edges[0].tolist())
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(1, 4), st.integers(1, 200), st.integers(0, 9))
 def test_an_epoch_of_mini_batches_sees_every_training_vertex_once_in_as_many_steps_everywhere(
     cores: int, batch: int, epoch: int
@@ -241,7 +241,6 @@ def test_a_system_that_never_gets_there_says_so() -> None:
     assert "never" in gnn_accuracy.markdown([found])
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.floats(16, 1e4), st.floats(1e8, 1e12), st.sampled_from([16, 128]))
 def test_the_largest_graph_is_the_last_that_fits_time_and_memory(seconds: float, space: float, features: int) -> None:
     scale = gnn_machine.largest(features, seconds, space)

@@ -33,14 +33,14 @@ def walk_to(made: Board, interval: int, kind: str) -> Task:
         made.done(task, 0.0)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(st.integers(0, 10**6), st.integers(0, 2), st.sampled_from(["gcn", "gat"]))
 def test_no_interval_gathers_more_than_s_passes_ahead_of_the_slowest(chance: int, staleness: int, kind: str) -> None:
     house = House(GRAPH, small_model(GRAPH, kind), mode="async", staleness=staleness, chance=chance, evaluate_every=3)
     assert max(house.run().spreads) <= staleness
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(st.integers(0, 10**6), st.sampled_from(["sync", "pipe", "async"]), st.integers(0, 2), st.booleans())
 def test_whoever_has_nothing_to_wait_for_is_in_line_and_nobody_else(
     chance: int, mode: Mode, staleness: int, attention: bool
@@ -64,7 +64,7 @@ def test_staleness_one_is_used_when_it_is_allowed() -> None:
     assert max(max(run.spreads) for run in runs) == 1
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(st.integers(0, 10**6), st.sampled_from(["sync", "pipe", "async"]), st.floats(0, 1))
 def test_every_gradient_counts_exactly_once(chance: int, mode: Mode, repeat: float) -> None:
     house = House(GRAPH, MODEL, mode=mode, chance=chance, repeat=repeat, epochs=4)

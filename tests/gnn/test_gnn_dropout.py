@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -29,7 +29,6 @@ def test_masks_keep_their_share_and_differ_by_every_part_of_their_key() -> None:
     assert torch.equal(mask[100:200], kept(0.3, 1, 2, 3, vertices[100:200]))
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(WORDS, min_size=1, max_size=8), st.one_of(WORDS, st.just(2**31)))
 def test_a_number_is_at_least_another_one_without_a_comparison(numbers: list[int], threshold: int) -> None:
     found = _at_least(torch.tensor(numbers, dtype=torch.int32), threshold).tolist()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.gnn.house import small_graph
 from tests.gnn.peer import edge_index, pyg
@@ -189,7 +189,6 @@ def test_a_drawn_split_gives_every_vertex_one_role_and_every_class_something_to_
     assert (roles[labels >= 0] > 0).all()
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(1, 12))
 def test_intervals_are_balanced_by_edges_and_none_is_empty(weights: list[int], count: int) -> None:
     bounds = balanced(np.array(weights), count)

@@ -90,7 +90,7 @@ def test_a_pass_looks_as_far_ahead_as_its_weights_are_behind_and_an_evaluation_n
     assert Pass(number=8, epoch=6, train=False).behind(7) == 0
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(st.integers(0, 10**6), st.sampled_from([("sync", 0), ("pipe", 0)]))
 def test_where_nothing_is_behind_looking_ahead_changes_no_bit(chance: int, how: tuple[Mode, int]) -> None:
     graph = small_graph()

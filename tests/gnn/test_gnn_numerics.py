@@ -63,7 +63,7 @@ def calm(kind: str, intervals: int) -> dict[int, dict[str, Tensor]]:
     return House(*dropping(kind), mode="sync", intervals=intervals, chance=0).run().weights
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.integers(0, 10**6), st.sampled_from(["sync", "pipe"]), st.integers(1, 4), st.sampled_from(["gcn", "gat"]))
 def test_the_order_in_which_things_happen_changes_no_bit(chance: int, mode: Mode, intervals: int, kind: str) -> None:
     graph, model = dropping(kind)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from culm.errors import PlanError, UsageError
@@ -39,7 +39,6 @@ def test_tensor_work_to_graph_work_is_as_published(graph: str, ratio: float) -> 
     assert epoch_work(NAMED[graph], "gather-first").ratio == pytest.approx(ratio, abs=0.005)
 
 
-@settings(max_examples=50, deadline=None)
 @given(shapes)
 def test_the_cheapest_order_never_gathers_more_and_multiplies_the_same(shape: Shape) -> None:
     theirs, ours = epoch_work(shape, "gather-first"), epoch_work(shape, "cheapest")
@@ -74,7 +73,6 @@ def test_today_a_large_gpu_is_worth_more_than_cpus_and_lambda_is_not_worth_its_n
     assert max(made.elastic.split, key=made.elastic.split.__getitem__) == "workers"
 
 
-@settings(max_examples=40, deadline=None)
 @given(shapes, st.sampled_from(["2021", "2026"]))
 def test_every_plan_is_finite_and_its_best_is_the_best(shape: Shape, year: str) -> None:
     made = plan(setting(shape, year), servers=4)
@@ -83,7 +81,6 @@ def test_every_plan_is_finite_and_its_best_is_the_best(shape: Shape, year: str) 
     assert made.elastic.workers >= 1 and made.elastic.intervals >= 1
 
 
-@settings(max_examples=40, deadline=None)
 @given(shapes, st.integers(1, 64))
 def test_more_overlap_is_never_slower(shape: Shape, workers: int) -> None:
     base, machine = setting(shape), prices_of("2021").machine("c5n.2xlarge")
@@ -118,7 +115,6 @@ def test_tasks_last_about_as_long_as_they_should() -> None:
     assert 0.05 < busy / tasks < 0.1
 
 
-@settings(max_examples=40, deadline=None)
 @given(shapes, st.integers(1, 256), st.floats(0.01, 1))
 def test_copies_of_a_vertex_are_fewer_than_other_servers_and_than_cut_edges(
     shape: Shape, servers: int, cut: float

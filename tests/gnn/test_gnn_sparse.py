@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -38,7 +38,6 @@ class TestUnderSeveralHeads:
     """Both layouts are held to plain loops over edges."""
 
     @given(cases())
-    @settings(max_examples=60, deadline=None)
     def test_a_vertex_gathers_its_neighbours_each_head_weighed_by_its_own_values(
         self, case: tuple[Adjacency, Tensor, Tensor, Tensor, int]
     ) -> None:
@@ -51,7 +50,6 @@ class TestUnderSeveralHeads:
         torch.testing.assert_close(out, wanted.view_as(out))
 
     @given(cases())
-    @settings(max_examples=60, deadline=None)
     def test_an_edge_has_the_product_of_its_two_ends_for_each_head(
         self, case: tuple[Adjacency, Tensor, Tensor, Tensor, int]
     ) -> None:

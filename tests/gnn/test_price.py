@@ -6,7 +6,7 @@ import csv
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from culm.errors import UsageError
@@ -40,7 +40,6 @@ def test_the_fee_of_a_request_doubles_the_price_of_a_call_of_ten_milliseconds() 
     assert made.requests_usd == pytest.approx(made.workers_usd, rel=0.01)
 
 
-@settings(max_examples=50, deadline=None)
 @given(amounts, amounts, amounts)
 def test_a_bill_is_the_sum_of_its_parts_and_grows_with_each(server_s: float, gb_s: float, requests: float) -> None:
     made = bill(prices_of(), instance="c5n.2xlarge", server_s=server_s, worker_gb_s=gb_s, requests=requests)

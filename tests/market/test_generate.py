@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from culm.errors import UsageError
@@ -50,7 +50,6 @@ def test_nobody_is_lost_at_rate_zero() -> None:
 
 
 @given(st.integers(1, 30), st.floats(0, 3), st.floats(1, 9), st.integers(1, 4), st.floats(0.05, 1), st.floats(0.3, 2.0))
-@settings(max_examples=30, deadline=None)
 def test_a_generated_trace_is_one_that_could_have_happened(
     nodes: int, rate: float, group: float, zones: int, available: float, tail: float
 ) -> None:

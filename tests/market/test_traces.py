@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from culm.errors import UsageError
@@ -108,7 +108,6 @@ counted = st.lists(st.integers(0, 12), min_size=1, max_size=20)
 
 
 @given(counted)
-@settings(max_examples=60, deadline=None)
 def test_counts_become_events_that_lead_to_them(alive: list[int]) -> None:
     trace = Trace(from_counts([Count(float(t), n) for t, n in enumerate(alive)]), float(len(alive)))
     there = dict(trace.counts)
@@ -119,7 +118,6 @@ def test_counts_become_events_that_lead_to_them(alive: list[int]) -> None:
 
 
 @given(st.integers(0, 10_000), st.sampled_from(sorted(FORMS)))
-@settings(max_examples=40, deadline=None)
 def test_what_is_written_is_read_again(tmp_path_factory: pytest.TempPathFactory, seed: int, form: str) -> None:
     made = generate(Market(nodes=6, hours=3, rate=1.0), seed)
     again = trace_of(tmp_path_factory.mktemp("again"), written(made, form, gap_s=1.0))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -23,7 +23,6 @@ from .jobs import JOBS, around, but, plain
 from .layers import Dense
 from .samples import WIDTH
 
-quick = settings(max_examples=60, deadline=None)
 gradients = st.floats(-500.0, 500.0, width=32) | st.floats(-(2.0**-24), 2.0**-24, width=32)
 lists = st.lists(gradients, min_size=1, max_size=12)
 
@@ -41,7 +40,6 @@ def absorbed(values: Any, dtype: torch.dtype = torch.float32) -> Accumulator:
     return found
 
 
-@quick
 @given(lists, st.randoms(use_true_random=False))
 def test_the_order_of_micro_batches_does_not_matter(values: list[float], draw: Any) -> None:
     shuffled = draw.sample(values, len(values))
@@ -50,7 +48,6 @@ def test_the_order_of_micro_batches_does_not_matter(values: list[float], draw: A
     assert one.bound == other.bound
 
 
-@quick
 @given(lists, st.data())
 def test_sums_of_parts_are_the_sum_of_all(values: list[float], data: Any) -> None:
     """Any split over pipelines: parts are added up as int64, and bounds as float64."""
@@ -61,7 +58,6 @@ def test_sums_of_parts_are_the_sum_of_all(values: list[float], data: Any) -> Non
     assert int(torch.tensor([part.bound for part in parts], dtype=torch.float64).sum()) == whole.bound
 
 
-@quick
 @given(lists, st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]))
 def test_a_term_is_off_by_half_a_unit_of_2_to_the_minus_48_at_most(values: list[float], dtype: torch.dtype) -> None:
     true = sum(Fraction(float(torch.tensor(value, dtype=dtype))) for value in values)
@@ -69,7 +65,6 @@ def test_a_term_is_off_by_half_a_unit_of_2_to_the_minus_48_at_most(values: list[
     assert abs(found - true) <= len(values) * Fraction(1, 2**49)
 
 
-@quick
 @given(lists, st.floats(0.5, 100.0))
 def test_the_gradient_is_the_sum_divided_once_and_rounded_once_more(values: list[float], divisor: float) -> None:
     found = absorbed(values)
@@ -79,7 +74,6 @@ def test_the_gradient_is_the_sum_divided_once_and_rounded_once_more(values: list
     assert float(found.parameters[0].grad) == pytest.approx(float(true), rel=2**-23, abs=len(values) * 2.0**-48)
 
 
-@quick
 @given(lists)
 def test_the_bound_is_never_below_what_the_sum_can_be(values: list[float]) -> None:
     assert absorbed(values).bound / 2.0**16 >= sum(abs(value) for value in values)

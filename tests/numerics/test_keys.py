@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -25,13 +25,11 @@ from .layers import Dense
 from .samples import Points, mean
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(1, 300), st.integers(0, 2**63 - 1))
 def test_a_keyed_order_is_a_permutation(count: int, secret: int) -> None:
     assert sorted(permute(position, count, secret) for position in range(count)) == list(range(count))
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 4), st.integers(1, 4), st.integers(0, 99))
 def test_every_pass_over_the_data_visits_every_item_once(count: int, size: int, per_step: int, seed: int) -> None:
     job = but(data=Points(count=count), micro_batch=size, global_batch=size * per_step, seed=seed)

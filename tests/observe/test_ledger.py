@@ -7,7 +7,7 @@ import random
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from culm.observe.ledger import CommittedStep, Ledger
@@ -42,7 +42,6 @@ def all_of(ledger: Ledger, reports: list[StepReport | EvaluationReport]) -> list
 
 
 @given(st.integers(1, 4), st.integers(1, 6), st.randoms(use_true_random=False))
-@settings(max_examples=100, deadline=None)
 def test_steps_are_committed_once_and_in_order_whatever_the_order_of_reports(
     workers: int, steps: int, order: random.Random
 ) -> None:
@@ -57,7 +56,6 @@ def test_steps_are_committed_once_and_in_order_whatever_the_order_of_reports(
 
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=M, max_size=M), min_size=1, max_size=3))
-@settings(max_examples=200, deadline=None)
 def test_a_sample_is_lost_if_any_layer_missed_it_and_duplicated_as_often_as_any_had_it_again(
     counts: list[list[int]],
 ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from culm.observe.ledger import Ledger
@@ -17,7 +17,6 @@ def enter(ledger: Ledger, step: int, lost: int) -> None:
 
 
 @given(st.lists(st.integers(0, M - 1), min_size=1, max_size=12), st.data())
-@settings(max_examples=60, deadline=None)
 def test_a_rewind_takes_back_exactly_what_the_steps_since_then_had_counted(
     lost: list[int], data: st.DataObject
 ) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from importlib import import_module
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from culm.plan import Case, Slot, bound, greedy
@@ -38,7 +38,6 @@ def wide(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=80, deadline=None)
 @given(wide())
 def test_a_plan_made_in_part_can_run_and_takes_no_longer_than_it_says(case: Case) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -53,7 +52,6 @@ def test_a_plan_made_in_part_can_run_and_takes_no_longer_than_it_says(case: Case
     assert case.stagger or found.slots == pytest.approx(spent)
 
 
-@settings(max_examples=40, deadline=None)
 @given(wide())
 def test_without_a_failure_every_pipeline_runs_the_lists_of_one(case: Case) -> None:
     healthy = replace(case, failed=frozenset())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from culm.errors import PlanError, ScheduleError
@@ -58,7 +58,6 @@ def task(layers: list[LayerCost], nodes: int, micro_batches: int, schedule: str,
     )
 
 
-@settings(deadline=None, max_examples=40)
 @given(models, st.integers(1, 14), st.integers(1, 10), schedules, st.none() | st.integers(20, 90))
 def test_no_shape_beats_the_chosen_one(
     layers: list[LayerCost], nodes: int, micro_batches: int, schedule: str, memory: int | None
@@ -78,7 +77,6 @@ def test_no_shape_beats_the_chosen_one(
     assert memory is None or all(row.memory <= memory for row in choice.table)
 
 
-@settings(deadline=None, max_examples=60)
 @given(models, st.integers(1, 4), st.integers(1, 4), st.integers(4, 10), schedules)
 @example([layer()] * 4, 1, 4, 8, "zb")
 def test_a_shape_is_given_up_only_if_its_step_is_longer(
@@ -112,7 +110,6 @@ def test_the_predicted_step_is_that_of_the_whole_plan(schedule: str, micro_batch
     assert choice.best.bubble == pytest.approx(whole.bubble, abs=0.02)
 
 
-@settings(deadline=None, max_examples=40)
 @given(st.integers(1, 6), st.integers(1, 12))
 def test_live_activations_of_the_known_schedules_are_the_textbooks(stages: int, micro_batches: int) -> None:
     def alive(schedule: str) -> tuple[int, ...]:

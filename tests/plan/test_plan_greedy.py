@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from culm.errors import CulmError, PlanError, ScheduleError
@@ -208,7 +208,6 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=120, deadline=None)
 @given(cases(), st.sampled_from(RULES + SHUFFLED))
 def test_every_plan_of_every_rule_can_run_and_is_no_shorter_than_the_bound(case: Case, rule: object) -> None:
     plan = plan_of(case, rule)  # type: ignore[arg-type]
@@ -218,7 +217,6 @@ def test_every_plan_of_every_rule_can_run_and_is_no_shorter_than_the_bound(case:
         assert peak <= case.cap(worker % case.stages)
 
 
-@settings(max_examples=60, deadline=None)
 @given(cases())
 def test_failed_slots_are_never_used_and_peers_share_their_work_evenly(case: Case) -> None:
     plan = greedy(case).plan
@@ -229,7 +227,6 @@ def test_failed_slots_are_never_used_and_peers_share_their_work_evenly(case: Cas
         assert forwards <= case.load(slot.stage)
 
 
-@settings(max_examples=60, deadline=None)
 @given(cases())
 def test_the_best_plan_is_as_short_as_it_says_and_as_short_as_any_rule_makes_it(case: Case) -> None:
     found = greedy(case)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from culm.plan.layout import Layout, Replica, World, ahead, arrange_around, first_layout, orphaned
@@ -42,7 +42,6 @@ def worlds(draw: st.DrawFn) -> World:
 
 
 @given(worlds())
-@settings(max_examples=60, deadline=None)
 def test_the_plan_around_the_holes_is_one_that_the_checker_accepts(given: World) -> None:
     layout = arrange_around(given)
     check(layout.plan)
@@ -50,7 +49,6 @@ def test_the_plan_around_the_holes_is_one_that_the_checker_accepts(given: World)
 
 
 @given(worlds())
-@settings(max_examples=60, deadline=None)
 def test_every_stage_is_run_by_workers_that_hold_it_and_by_all_of_its_own(given: World) -> None:
     layout = arrange_around(given)
     for stage in range(given.plan.stages):
@@ -62,7 +60,6 @@ def test_every_stage_is_run_by_workers_that_hold_it_and_by_all_of_its_own(given:
 
 
 @given(worlds())
-@settings(max_examples=60, deadline=None)
 def test_a_copy_lies_beside_the_runners_and_hears_from_one_of_them(given: World) -> None:
     layout = arrange_around(given)
     copies = [(replica.slot, replica.stage) for replica in layout.replicas]
@@ -75,7 +72,6 @@ def test_a_copy_lies_beside_the_runners_and_hears_from_one_of_them(given: World)
 
 
 @given(worlds())
-@settings(max_examples=60, deadline=None)
 def test_afterwards_every_stage_has_two_holders_wherever_there_are_two_workers(given: World) -> None:
     layout = arrange_around(given)
     for stage in range(given.plan.stages):
@@ -87,7 +83,6 @@ def holders(layout: Layout, stage: int) -> set[int]:
 
 
 @given(worlds())
-@settings(max_examples=60, deadline=None)
 def test_a_micro_batch_is_at_home_with_a_runner_of_its_stage(given: World) -> None:
     layout = arrange_around(given)
     for (segment, _), slot in layout.home.items():
@@ -95,7 +90,6 @@ def test_a_micro_batch_is_at_home_with_a_runner_of_its_stage(given: World) -> No
 
 
 @given(worlds())
-@settings(max_examples=75, deadline=None)
 def test_who_stands_in_goes_on_doing_so_when_nobody_more_is_lost(given: World) -> None:
     """A connection that broke is no reason to move anything."""
     first = arrange_around(given)

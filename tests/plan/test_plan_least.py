@@ -6,7 +6,7 @@ from collections import Counter
 from itertools import product
 from math import inf
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from culm.plan.divide import able, divided
@@ -65,14 +65,12 @@ def shortest(lots: list[Lot], floor: Floor) -> float:
 
 
 @given(small())
-@settings(max_examples=40, deadline=None)
 def test_nothing_is_done_before_the_bound(given: Given) -> None:
     lots, floor = given
     assert outlook(lots, floor).bound <= shortest(lots, floor) + 1e-9 <= best(lots, floor, {}).makespan + 2e-9
 
 
 @given(cases())
-@settings(max_examples=60, deadline=None)
 def test_no_recovery_takes_less_than_its_bound(case: Regrouped) -> None:
     assert case.recovery.bound <= case.recovery.length + 1e-9
 
@@ -87,7 +85,6 @@ def test_a_worker_that_can_not_begin_at_once_and_lots_that_are_whole_count() -> 
 
 
 @given(small())
-@settings(max_examples=60, deadline=None)
 def test_work_is_divided_so_that_the_busiest_of_those_who_share_lots_of_one_size_has_least(given: Given) -> None:
     lots, floor = given
     lots = [Lot(lot.cell, KINDS[0]) for lot in lots]
@@ -99,7 +96,6 @@ def test_work_is_divided_so_that_the_busiest_of_those_who_share_lots_of_one_size
 
 
 @given(steps())
-@settings(max_examples=80, deadline=None)
 def test_shortened_lists_hold_the_same_tasks_can_be_run_and_are_done_as_is_said(given: Given) -> None:
     lots, floor = given
     before = place(lots, floor)

@@ -7,7 +7,7 @@ from itertools import product
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from culm.plan.lineage import Cell, Lot, Standing, lineage
@@ -118,7 +118,6 @@ def test_of_two_segments_every_standing_there_could_be_is_completed_by_the_fewes
 
 
 @given(st.lists(st.sampled_from(FACTS), min_size=3, max_size=4))
-@settings(max_examples=150, deadline=None)
 def test_any_standing_of_more_segments_is_completed_by_the_fewest_actions(facts: list[tuple[bool, ...]]) -> None:
     column = tuple(facts)
     found = lineage({0: standing_of(column)}, [0], segments=len(column), micro_batches=1)
@@ -127,7 +126,6 @@ def test_any_standing_of_more_segments_is_completed_by_the_fewest_actions(facts:
 
 
 @given(st.lists(st.sampled_from(KEPT), min_size=3, max_size=4))
-@settings(max_examples=150, deadline=None)
 def test_the_same_holds_where_backward_is_not_split(facts: list[tuple[bool, ...]]) -> None:
     column = tuple(facts)
     found = lineage({0: standing_of(column)}, [0], segments=len(column), micro_batches=1, split=False)
@@ -141,7 +139,6 @@ def test_the_same_holds_where_backward_is_not_split(facts: list[tuple[bool, ...]
     schedule=st.sampled_from(["gpipe", "1f1b", "zb"]),
     shadows=st.booleans(),
 )
-@settings(max_examples=100, deadline=None)
 def test_what_a_halted_run_leaves_behind_is_completed_by_the_fewest_actions(
     seed: int, shape: tuple[int, int, int], schedule: str, shadows: bool
 ) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from culm.errors import PlanError
@@ -43,7 +43,6 @@ def every_spread(case: Case) -> Iterator[tuple[int, ...]]:
     )
 
 
-@settings(max_examples=60, deadline=None)
 @given(hurt())
 def test_no_other_spread_has_a_lower_bound(case: Case) -> None:
     found = normalize(case)
@@ -51,7 +50,6 @@ def test_no_other_spread_has_a_lower_bound(case: Case) -> None:
     assert found.bound == pytest.approx(bound(placed(case, found.spread)))
 
 
-@settings(max_examples=60, deadline=None)
 @given(hurt())
 def test_no_spread_that_is_as_good_takes_fewer_moves(case: Case) -> None:
     found = normalize(case)
@@ -60,7 +58,6 @@ def test_no_spread_that_is_as_good_takes_fewer_moves(case: Case) -> None:
     assert len(found.moves) == min(sum(max(0, a - b) for a, b in zip(other, lost, strict=True)) for other in good)
 
 
-@settings(max_examples=60, deadline=None)
 @given(hurt())
 def test_moves_lead_from_live_slots_to_failed_ones_and_to_the_spread(case: Case) -> None:
     found = normalize(case)
@@ -93,7 +90,6 @@ def test_more_failures_than_stages_can_lose_are_refused(failures: int) -> None:
         spread(PAPER, failures)
 
 
-@settings(max_examples=60, deadline=None)
 @given(hurt())
 def test_a_plan_made_ahead_runs_and_is_as_short_as_one_made_for_the_case(case: Case) -> None:
     plans = Plans()

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from culm.errors import PlanError
@@ -164,7 +164,6 @@ def test_a_risk_that_makes_no_sense_is_refused(field: str) -> None:
         Risk(**{field: -1.0})
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.sampled_from(STRATEGIES), st.floats(0, 5), st.integers(1, 5), st.integers(1, 6), st.floats(1, 8))
 def test_no_market_gives_a_share_outside_of_zero_and_one(
     strategy: str, losses: float, D: int, P: int, group: float

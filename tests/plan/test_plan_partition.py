@@ -6,7 +6,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from culm.errors import PlanError
@@ -60,7 +60,6 @@ models = st.lists(a_layer, min_size=1, max_size=9)
 limits = st.none() | st.integers(0, 40)
 
 
-@settings(deadline=None, max_examples=200)
 @given(models, st.data(), limits, st.none() | st.integers(1, 5))
 def test_a_cut_is_the_one_that_brute_force_finds(
     costs: list[LayerCost], data: st.DataObject, memory: int | None, micro_batches: int | None
@@ -76,14 +75,12 @@ def test_a_cut_is_the_one_that_brute_force_finds(
         assert partition(costs, stages, memory=memory, in_flight=keep) == expected
 
 
-@settings(deadline=None, max_examples=100)
 @given(st.lists(a_layer, min_size=4, max_size=9), st.sampled_from([(2, 2), (1, 3), (4, 1), (1, 2)]))
 def test_an_interleaved_cut_without_a_limit_is_optimal_too(costs: list[LayerCost], shape: tuple[int, int]) -> None:
     stages, ranges = shape
     assert partition(costs, stages, ranges=ranges) == brute_force(costs, stages, None, one_f_one_b(), ranges)
 
 
-@settings(deadline=None, max_examples=100)
 @given(st.lists(a_layer, min_size=4, max_size=9), st.integers(0, 80))
 def test_an_interleaved_cut_fits_whenever_it_is_returned(costs: list[LayerCost], memory: int) -> None:
     keep = one_f_one_b()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from culm.plan.lineage import Cell, Lot
@@ -40,7 +40,6 @@ def steps(draw: st.DrawFn) -> Given:
 
 
 @given(steps())
-@settings(max_examples=60, deadline=None)
 def test_every_action_of_every_lot_is_placed_once_and_all_of_a_lot_on_one_worker(given: Given) -> None:
     lots, floor = given
     placed = place(lots, floor)
@@ -53,7 +52,6 @@ def test_every_action_of_every_lot_is_placed_once_and_all_of_a_lot_on_one_worker
 
 
 @given(steps())
-@settings(max_examples=60, deadline=None)
 def test_the_lists_can_be_run_in_order_and_take_as_long_as_is_said(given: Given) -> None:
     """An independent clock: a worker runs its list as early as it can."""
     lots, floor = given
@@ -98,7 +96,6 @@ def run_times(placed: Placed, floor: Floor) -> float:
 
 
 @given(steps())
-@settings(max_examples=50, deadline=None)
 def test_nobody_is_further_ahead_of_its_backwards_than_it_may_be(given: Given) -> None:
     lots, floor = given
     if floor.ahead is None:
@@ -111,7 +108,6 @@ def test_nobody_is_further_ahead_of_its_backwards_than_it_may_be(given: Given) -
 
 
 @given(steps())
-@settings(max_examples=50, deadline=None)
 def test_a_stage_that_has_a_step_to_add_up_begins_no_later_one(given: Given) -> None:
     lots, floor = given
     for row in place(lots, floor).lists:

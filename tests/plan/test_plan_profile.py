@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from culm.errors import PlanError
@@ -59,7 +59,6 @@ def profile() -> Profile:
     return Profile(layers=(layer,), device="cpu", micro_batch=4, threads=1, source="measured")
 
 
-@settings(deadline=None, max_examples=50)
 @given(profile=profiles)
 def test_a_profile_comes_back_from_its_file_as_it_was(tmp_path_factory: Any, profile: Profile) -> None:
     path = tmp_path_factory.mktemp("profile") / "profile.json"

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from culm.errors import PlanError
@@ -119,7 +119,6 @@ def test_an_unknown_policy_is_refused_with_the_nearest() -> None:
     assert set(POLICIES) == {"cost", "bamboo", "never"}
 
 
-@settings(max_examples=80, deadline=None)
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 9), st.data())
 def test_a_decision_puts_each_live_node_into_one_slot(D: int, P: int, standby: int, data: st.DataObject) -> None:
     every = [Slot(d, s) for d in range(D) for s in range(P)]

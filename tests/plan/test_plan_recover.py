@@ -7,7 +7,7 @@ from functools import partial
 from itertools import product
 from random import Random
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from culm.plan.lineage import Cell, Standing, lineage
@@ -31,7 +31,6 @@ def cases(draw: st.DrawFn) -> Regrouped:
 
 
 @given(cases())
-@settings(max_examples=60, deadline=None)
 def test_each_worker_can_run_its_list_with_what_it_has_and_what_it_is_sent_and_every_gradient_is_added_once(
     case: Regrouped,
 ) -> None:
@@ -48,7 +47,6 @@ def test_each_worker_can_run_its_list_with_what_it_has_and_what_it_is_sent_and_e
 
 
 @given(cases())
-@settings(max_examples=50, deadline=None)
 def test_only_holders_run_anything_and_only_runners_add_to_sums(case: Regrouped) -> None:
     for slot, row in enumerate(case.recovery.lists):
         for task in case.recovery.tasks(slot) if row else ():
@@ -58,7 +56,6 @@ def test_only_holders_run_anything_and_only_runners_add_to_sums(case: Regrouped)
 
 
 @given(cases())
-@settings(max_examples=50, deadline=None)
 def test_whose_sums_are_added_up_has_something_in_them(case: Regrouped) -> None:
     for step, by_segment in case.recovery.runners.items():
         for g, adding in enumerate(by_segment):
@@ -71,7 +68,6 @@ def test_whose_sums_are_added_up_has_something_in_them(case: Regrouped) -> None:
 
 
 @given(cases())
-@settings(max_examples=50, deadline=None)
 def test_what_is_run_is_what_lineage_asks_for_each_lot_once_by_one_worker_in_its_order(case: Regrouped) -> None:
     """Tapes and sums of copies that are not needed do not count."""
     usable = {slot: _of_runners(case, slot) for slot in case.left}
@@ -107,7 +103,6 @@ def _of_runners(case: Regrouped, slot: int) -> Standing:
 
 
 @given(cases())
-@settings(max_examples=60, deadline=None)
 def test_whoever_lacks_a_sum_gets_it_from_the_group_a_giver_or_the_source_of_its_copy(case: Regrouped) -> None:
     recovery = case.recovery
     replicas = {(replica.slot, replica.stage): replica for replica in case.layout.replicas if not replica.fresh}
@@ -124,7 +119,6 @@ def test_whoever_lacks_a_sum_gets_it_from_the_group_a_giver_or_the_source_of_its
 
 
 @given(cases())
-@settings(max_examples=50, deadline=None)
 def test_no_forward_of_a_step_comes_before_the_gradients_of_the_step_before_in_its_stage(case: Regrouped) -> None:
     for slot in case.left:
         newest: dict[int, int] = {}
@@ -136,7 +130,6 @@ def test_no_forward_of_a_step_comes_before_the_gradients_of_the_step_before_in_i
 
 
 @given(cases())
-@settings(max_examples=50, deadline=None)
 def test_the_same_reports_give_the_same_recovery(case: Regrouped) -> None:
     """Whoever leads comes to the same; also when the reports come in another order."""
     assert recover(case.scene, dict(reversed(case.left.items()))) == case.recovery

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from culm.errors import PlanError
@@ -38,7 +38,6 @@ def model(layers: int = 8, micro_batches: int = 8, **fields: Any) -> Model:
 depths_of = st.lists(st.integers(1, 6), min_size=1, max_size=4).map(lambda d: tuple(sorted(d, reverse=True)))
 
 
-@settings(max_examples=40, deadline=None)
 @given(depths_of, st.sampled_from(["gpipe", "1f1b", "zb"]))
 def test_pipelines_of_any_depths_have_a_plan_that_the_checker_accepts(depths: Depths, schedule: str) -> None:
     shape = shape_of(model(schedule=schedule), depths)
@@ -50,7 +49,6 @@ def test_pipelines_of_any_depths_have_a_plan_that_the_checker_accepts(depths: De
         assert [layer for slot in own for layer in layers_of(shape, plan, slot)] == list(range(8))
 
 
-@settings(max_examples=40, deadline=None)
 @given(depths_of, st.sampled_from(["reroute", "shadow"]), st.data())
 def test_a_loss_in_any_shape_leaves_a_plan_that_can_run_while_every_stage_has_a_holder(
     depths: Depths, strategy: str, data: st.DataObject
@@ -122,7 +120,6 @@ def even(pipelines: int, stages: int) -> Shape:
     return shape_of(model(8, 8), (stages,) * pipelines)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(2, 4), st.integers(1, 4), st.integers(2, 4), st.data())
 def test_the_loss_of_a_zone_orphans_no_layer_where_that_is_possible(
     D: int, P: int, zones: int, data: st.DataObject

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from culm.plan import Case, Slot, greedy, remedies
@@ -73,7 +73,6 @@ def test_the_sentence_says_who_wins_and_by_how_much() -> None:
     assert compared((Remedy("a", 10.0, 0, ""), Remedy("b", 11.0, 0, ""))) == "a: 10 a step; b takes 10.0% more"
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.integers(2, 3), st.integers(1, 4), st.integers(3, 9), st.data())
 def test_every_case_with_a_failure_has_remedies(D: int, P: int, M: int, data: st.DataObject) -> None:
     slot = Slot(data.draw(st.integers(0, D - 1)), data.draw(st.integers(0, P - 1)))

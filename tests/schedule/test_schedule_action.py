@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from culm.errors import ScheduleError
@@ -17,7 +17,6 @@ actions = st.one_of(
 
 
 @given(actions)
-@settings(deadline=None, max_examples=100)
 def test_an_action_reads_back_from_what_it_writes(action: Action) -> None:
     assert Action.parse(str(action)) == action
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from culm.errors import ScheduleError
@@ -35,11 +35,7 @@ def shapes(draw: st.DrawFn) -> dict[str, int]:
     return {"pipelines": pipelines, "stages": stages, "micro_batches": micro_batches}
 
 
-properties = settings(deadline=None, max_examples=60, derandomize=True)
-
-
 @given(st.sampled_from(sorted(SCHEDULES)), shapes(), st.integers(1, 4))
-@properties
 def test_every_generated_plan_keeps_the_rules(name: str, shape: dict[str, int], ranges: int) -> None:
     plan = generate(name, **shape, ranges=ranges)
     per_micro = 3 if name == "zb" else 2
@@ -50,7 +46,6 @@ def test_every_generated_plan_keeps_the_rules(name: str, shape: dict[str, int], 
 
 
 @given(st.sampled_from(sorted(SCHEDULES)), shapes(), st.integers(1, 4))
-@properties
 def test_every_generated_plan_survives_its_files(name: str, shape: dict[str, int], ranges: int) -> None:
     plan = generate(name, **shape, ranges=ranges)
     assert Plan.from_text(plan.to_text()) == plan
@@ -58,7 +53,6 @@ def test_every_generated_plan_survives_its_files(name: str, shape: dict[str, int
 
 
 @given(st.sampled_from(sorted(SCHEDULES)), shapes(), st.integers(1, 4))
-@properties
 def test_no_plan_beats_the_work_of_a_worker_or_the_way_of_a_micro_batch(
     name: str, shape: dict[str, int], ranges: int
 ) -> None:
@@ -74,7 +68,6 @@ def test_no_plan_beats_the_work_of_a_worker_or_the_way_of_a_micro_batch(
 
 
 @given(shapes(), st.integers(1, 4))
-@properties
 def test_a_forward_only_plan_has_all_forwards_and_nothing_else(shape: dict[str, int], ranges: int) -> None:
     plan = forward_only(**shape, ranges=ranges)
     assert check(plan, forward_only=True).actions == plan.segments * shape["micro_batches"]
@@ -85,7 +78,6 @@ def test_a_forward_only_plan_has_all_forwards_and_nothing_else(shape: dict[str, 
 
 
 @given(shapes())
-@properties
 def test_zero_bubble_keeps_no_more_alive_than_1f1b_and_is_never_slower(shape: dict[str, int]) -> None:
     split, fused = zero_bubble(**shape), one_f_one_b(**shape)
     assert check(split).peak <= check(fused).peak
@@ -93,7 +85,6 @@ def test_zero_bubble_keeps_no_more_alive_than_1f1b_and_is_never_slower(shape: di
 
 
 @given(shapes())
-@properties
 def test_1f1b_keeps_alive_one_activation_for_each_stage_from_its_own_to_the_last(shape: dict[str, int]) -> None:
     plan = one_f_one_b(**shape)
     expected = [
@@ -103,7 +94,6 @@ def test_1f1b_keeps_alive_one_activation_for_each_stage_from_its_own_to_the_last
 
 
 @given(shapes())
-@properties
 def test_gpipe_and_1f1b_take_three_slots_for_each_micro_batch_and_each_further_stage(shape: dict[str, int]) -> None:
     longest = -(-shape["micro_batches"] // shape["pipelines"])
     slots = 3 * (longest + shape["stages"] - 1)

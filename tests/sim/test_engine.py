@@ -50,7 +50,7 @@ def trace(*changes: tuple[float, str, int], nodes: int = 12, hours: float = 2.0,
     told=st.booleans(),
 )
 @example(seed=1107, rate=1.5, group=2.0, available=0.34375, told=False)  # a pipeline with several holes at once
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 def test_time_work_and_money_add_up(
     name: str, seed: int, rate: float, group: float, available: float, told: bool
 ) -> None:

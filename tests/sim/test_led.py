@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.known import ready
 
@@ -160,7 +160,6 @@ holes_of = st.sets(st.tuples(st.integers(0, 2), st.integers(0, 2)), max_size=6)
 
 
 @given(holes_of, st.booleans())
-@settings(max_examples=60, deadline=None)
 def test_a_part_is_lost_when_no_pipeline_has_its_worker_or_its_shadow(
     gone: set[tuple[int, int]], shadows: bool
 ) -> None:

@@ -34,7 +34,7 @@ def test_it_agrees_with_a_simulated_cluster_that_loses_the_node(strategy: str) -
         assert found == pytest.approx(real.planned, abs=2 / step)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.data())
 def test_survivors_have_nothing_that_only_the_lost_had(data: st.DataObject) -> None:
     plan = generate(data.draw(st.sampled_from(("1f1b", "zb"))), pipelines=2, stages=3, micro_batches=8)

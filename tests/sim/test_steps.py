@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from culm.plan import Slot
@@ -41,7 +41,6 @@ def test_1f1b_in_closed_form_is_the_schedule_timed() -> None:
 
 
 @given(st.integers(4, 40), st.integers(1, 60), st.integers(1, 6))
-@settings(max_examples=60, deadline=None)
 def test_uneven_pipelines_use_all_nodes_and_share_the_batch_best(nodes: int, micro: int, least: int) -> None:
     work = replace(UNIT, pipelines=1, micro_batches=micro, least_stages=least)
     seconds, depths = steps(work).uneven(nodes, published=True)
@@ -107,7 +106,6 @@ def test_losing_every_holder_has_no_spread() -> None:
 
 
 @given(st.lists(st.integers(0, 11), unique=True, max_size=7), st.integers(0, 4))
-@settings(max_examples=60, deadline=None)
 def test_slots_keep_track_of_everybody(gone: list[int], spare: int) -> None:
     slots = Slots(4, 3)
     everyone = [Node(f"n{n}", f"z{n % 2}") for n in range(12 + spare)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from culm.cluster.blows import Fault
@@ -132,7 +132,6 @@ def test_a_kill_that_can_not_be_read_is_refused_with_its_text_and_the_fix(text: 
     assert sentence in str(caught.value)
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     st.text(max_size=30) | st.lists(st.sampled_from(["node=1", "step=2", "at=2F0", "nth=2", "x", "="])).map(" ".join)
 )
@@ -207,7 +206,6 @@ def test_a_loss_can_be_borne_while_every_stage_has_a_holder(
     assert bearable(strategy, *shape, lost) is can
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     st.integers(0, 10**6),
     st.sampled_from(["none", "reroute", "shadow", "shadow-lazy"]),
@@ -232,7 +230,6 @@ def _lost_by(fault: Fault) -> tuple[int, ...]:
     return nodes if silenced or fault.word in ("kill", "warn") else ()
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from([(1, 2), (1, 3), (2, 3)]))
 def test_where_there_is_a_checkpoint_all_nodes_but_one_may_be_lost(seed: int, shape: tuple[int, int]) -> None:
     plan = generate("1f1b", pipelines=shape[0], stages=shape[1], micro_batches=6)

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from culm.errors import EpochClosed
@@ -104,7 +104,6 @@ def test_a_cancelled_wait_of_a_closed_epoch_brings_nothing_back() -> None:
 @given(
     st.lists(st.tuples(st.sampled_from(["put", "get", "cancel", "close"]), st.integers(0, 3), st.booleans())),
 )
-@settings(max_examples=150, deadline=None)
 def test_every_frame_is_got_once_or_still_there_or_of_a_closed_epoch(moves: list[tuple[str, int, bool]]) -> None:
     """Keys are (epoch n, frame n); each may be put once and waited for by one at a time; whatever the order."""
 

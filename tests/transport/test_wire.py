@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -52,7 +52,6 @@ def tensors(draw: st.DrawFn) -> Tensor:
 
 
 @given(st.lists(st.none() | tensors(), max_size=3))
-@settings(max_examples=200, deadline=None)
 def test_any_frame_is_itself_again(sent: list[Tensor | None]) -> None:
     found = over(*sent)
     assert len(found) == len(sent)
@@ -61,7 +60,6 @@ def test_any_frame_is_itself_again(sent: list[Tensor | None]) -> None:
 
 
 @given(tensors())
-@settings(max_examples=100, deadline=None)
 def test_a_tensor_in_one_piece_is_not_copied_and_not_turned(tensor: Tensor) -> None:
     once = wire.in_one_piece(tensor)
     assert wire.in_one_piece(once).data_ptr() == once.data_ptr()
@@ -127,7 +125,6 @@ def test_what_is_no_header_is_a_value_error_and_nothing_else(name: str) -> None:
 
 
 @given(st.binary(max_size=64))
-@settings(max_examples=200, deadline=None)
 def test_noise_is_a_value_error_or_a_letter(noise: bytes) -> None:
     try:
         found = wire.parse(noise)
