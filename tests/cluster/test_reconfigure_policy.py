@@ -11,7 +11,7 @@ from culm.testing import Faults
 
 from .reshaping import events, job, members, reshaped
 
-LONG = job(steps=11)
+LONG = job(steps=11, micro_batches=6)
 TWO_MORE = Faults().join(0, step=1, count=2)
 
 
