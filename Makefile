@@ -57,4 +57,5 @@ clean: ## Remove the environment, the caches and the demo
 	$(INSTALL) --editable '.[dev]'
 	echo 'import aiohttp, hypothesis, msgspec, numpy, pytest, rich, torch.distributed.checkpoint, typer' > .venv/libraries.py
 	$(BIN)/mypy --num-workers $(JOBS) .venv/libraries.py  # the types of libraries, which do not change with the code
+	$(PYTEST) --collect-only > .venv/tests.txt  # compiles the tests once, and not in each of the processes that run them
 	touch $@

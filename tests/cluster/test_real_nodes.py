@@ -77,8 +77,10 @@ def _find(nursery: LocalNursery, run: LocalRun, victim: str) -> tuple[int, int]:
     return node, agent if kind == "agent" else children(agent)[0]
 
 
-@pytest.mark.parametrize("pipelines", [1, 2])
-@pytest.mark.parametrize("victim", [f"{k} of {w}" for k in ("agent", "worker") for w in ("the leader", "another")])
+VICTIMS = [f"{kind} of {whom}" for kind in ("agent", "worker") for whom in ("the leader", "another")]
+
+
+@pytest.mark.parametrize(("victim", "pipelines"), list(zip(VICTIMS, (1, 2, 2, 1), strict=True)))
 def test_a_killed_process_ends_the_run_with_the_number_of_its_node(
     nursery: LocalNursery, pipelines: int, victim: str
 ) -> None:
@@ -91,8 +93,7 @@ def test_a_killed_process_ends_the_run_with_the_number_of_its_node(
     assert "nobody else holds its layers" in found.message
 
 
-@pytest.mark.parametrize("victim", [f"{k} of {w}" for k in ("agent", "worker") for w in ("the leader", "another")])
-@pytest.mark.parametrize("pipelines", [1, 2])
+@pytest.mark.parametrize(("victim", "pipelines"), list(zip(VICTIMS, (2, 1, 1, 2), strict=True)))
 def test_unless_told_otherwise_a_run_goes_on_without_a_process_that_is_killed(
     nursery: LocalNursery, undisturbed: str, pipelines: int, victim: str
 ) -> None:

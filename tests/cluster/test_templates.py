@@ -20,7 +20,7 @@ def hurt(faults: Faults, **request: Any) -> Simulated:
 
 @pytest.mark.parametrize("victim", [0, 4])
 def test_a_loss_makes_unequal_pipelines_of_those_that_are_left(tmp_path: Path, victim: int) -> None:
-    run = hurt(Faults().kill(victim, step=3, nth=4), out=str(tmp_path))
+    run = hurt(Faults().kill(victim, step=3, nth=4), out=str(tmp_path), described=job(micro_batches=6))
     (recovered,) = run.summary["recoveries"]
     assert [event["layout"] for event in events(tmp_path, "reshaped")] == ["3+2"]
     assert (recovered["source"], recovered["lost"]) == ("peers", [victim])
@@ -39,7 +39,7 @@ def test_losses_one_after_the_other() -> None:
 
 
 def test_a_newcomer_makes_the_pipelines_longer_again() -> None:
-    run = hurt(Faults().kill(1, step=1, nth=5).join(0, step=2), described=job(steps=11))
+    run = hurt(Faults().kill(1, step=1, nth=5).join(0, step=2), described=job(steps=11, micro_batches=6))
     assert sorted(members(run)[-1].replace("-", "").split()) == ["0", "2", "3", "4", "5", "6"]
 
 

@@ -69,7 +69,7 @@ def test_one_pipeline_equals_the_reference(name: str, schedule: str) -> None:
     same(run(job, shape, strategy=strategy), truth(job))
 
 
-@pytest.mark.parametrize(("name", "shape"), zip(JOBS, itertools.cycle(SEVERAL), strict=False), ids=str)
+@pytest.mark.parametrize(("name", "shape"), list(zip(JOBS, itertools.cycle(SEVERAL), strict=False)), ids=str)
 def test_exact_runs_equal_the_reference_with_any_number_of_pipelines(name: str, shape: Shape) -> None:
     """Jobs that differ in one thing follow each other, and meet the shapes in turn."""
     job = job_of(name, exact=True)

@@ -85,6 +85,7 @@ def test_cases_differ_by_seed_and_leave_time_for_a_checkpoint() -> None:
 
 @pytest.mark.usefixtures("forked")
 @pytest.mark.real
+@pytest.mark.waits(4)
 def test_a_killed_run_is_measured_to_its_last_step() -> None:
     brief = Case(name="real", pipelines=1, stages=2, steps=6, action_s=0.004)
     once = replace(brief, strategy="checkpoint", kills=("node=1 step=4 at=1B3",), checkpoint_every=2)

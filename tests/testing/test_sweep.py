@@ -102,7 +102,7 @@ def test_three_pipelines_survive_too(strategy: str, schedule: str) -> None:
             survive(Faults().kill(node, at=at, step=STEP), setup, True)
 
 
-@pytest.mark.parametrize(("schedule", "pair"), zip(SCHEDULES * 2, [(0, 1), (1, 2), (4, 5), (2, 3)], strict=True))
+@pytest.mark.parametrize(("schedule", "pair"), list(zip(SCHEDULES * 2, [(0, 1), (1, 2), (4, 5), (2, 3)], strict=True)))
 @pytest.mark.parametrize("strategy", SURVIVING)
 def test_neighbours_may_be_lost_together(strategy: str, schedule: str, pair: tuple[int, int]) -> None:
     """Also across the end of a pipeline, and with all that they had sent."""
