@@ -219,7 +219,7 @@ def test_a_private_etcd_that_hangs_again_at_once_ends_the_run_with_a_sentence(
 
     with pytest.raises(RunError, match=r"^the private etcd does not answer for 4 s: is the disk full\?$"):
         run(watcher=Watcher(epoch=heard), suspect_after=2.0, out=str(tmp_path / "run"))
-    assert len(stores) == 2
+    assert 2 <= len(stores) <= 3  # the second may answer in the moment before it is stopped
     assert all(map(ended, stores))
     assert nobody_left(tmp_path / "run")
 
