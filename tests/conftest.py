@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import shutil
@@ -37,12 +38,18 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
-def pytest_collection() -> None:
+def pytest_collection(session: pytest.Session) -> None:
     """Properties are tried on a few random examples, each time on others. To hunt: EXAMPLES=1000 pytest tests/plan."""
     from hypothesis import settings
 
     settings.register_profile("culm", max_examples=int(os.environ.get("EXAMPLES", "30")), deadline=None)
     settings.load_profile("culm")
+    if session.config.option.markexpr == "real":  # it is needed at once: let it import while tests are found
+        from tests import preloaded
+
+        with contextlib.ExitStack() as early:
+            early.enter_context(preloaded.zygote())
+            session.config.add_cleanup(early.pop_all().close)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

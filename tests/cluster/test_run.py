@@ -212,9 +212,9 @@ def test_a_node_that_vanishes_ends_the_run_with_its_number_at_whatever_moment(no
 
     endings: list[str] = []
     while endings[-3:] != ["finished"] * 3:
-        endings.append(ending((len(endings) + 1) * 0.004))
+        endings.append(ending((len(endings) + 1) * 0.007))
     first = endings.index("finished")
-    assert first > 20
+    assert first > 15
     assert set(endings[first:]) == {"finished"}
     assert all(text.startswith(f"NodeLost: node {node}") for text in endings[:first]), endings[:first]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import struct
 from typing import Any
 
 import pytest
@@ -119,6 +120,30 @@ class NoLauncher:
 
     async def close(self) -> None:
         pass
+
+
+def test_a_link_that_breaks_while_something_is_sent_is_lost_after_that() -> None:
+    """Whoever sends to all that are there may so go through them."""
+
+    async def main() -> None:
+        ends, links = Ends(), set[Link]()
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            for name in ("one", "another", "a third"):
+                ours = socket.create_connection(server.getsockname())
+                ours.setblocking(False)
+                links.add(Link(ours, name, ends.hear, links.discard))
+                theirs, _ = server.accept()
+                theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                theirs.close()  # with a reset
+        for link in links:
+            link.send(say.Stop())
+            link.send(say.Stop())
+        assert len(links) == 3
+        await asyncio.sleep(0)
+        assert not links
+        ends.listener.close()
+
+    asyncio.run(main())
 
 
 def test_the_desk_refuses_a_worker_of_another_run_and_replaces_those_that_are_lost() -> None:

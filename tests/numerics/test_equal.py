@@ -85,7 +85,7 @@ def in_parts(micro_batches: int) -> Job:
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb", "interleaved"])
 def test_any_number_of_micro_batches_will_do_also_fewer_than_stages(schedule: str, micro_batches: int) -> None:
     job = in_parts(micro_batches)
-    for stages in (2, 3, 99):
+    for stages in (2, 99):
         same(run(job, (schedule, 1, stages), like=everything), truth(job))
 
 

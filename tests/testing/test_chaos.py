@@ -32,7 +32,7 @@ def test_every_seed_is_survived(batch: int) -> None:
 
 
 def test_a_seed_is_a_run_that_can_be_had_again() -> None:
-    for seed in range(100, 106):
+    for seed in range(100, 104):
         one, other = faced(seed), face(draw(seed))
         assert one == other
         assert "epoch 1: members" in one.history + one.failure

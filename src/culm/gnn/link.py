@@ -95,7 +95,7 @@ class Link:
         except BlockingIOError:
             self._loop.add_writer(self._sock.fileno(), self._writable)
         except OSError:
-            self._fail()
+            self._loop.call_soon(self._fail)  # not from inside `send`: who sends may be going through all links
 
     def _writable(self) -> None:
         self._loop.remove_writer(self._sock.fileno())
