@@ -8,7 +8,6 @@ import os
 import pty
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ import pytest
 
 from culm.__main__ import main
 
-from .command import CULM, JOBS, LIMIT_S, alive, below, children, one_sentence
+from .command import CULM, JOBS, LIMIT_S, alive, below, children, culm, one_sentence
 
 _import = builtins.__import__
 
@@ -102,26 +101,12 @@ def test_on_a_terminal_prints_stand_above_the_bar(run: Run) -> None:
     assert "each counted once" in run.shown
 
 
-VERBS = """
-import os, runpy, sys
-import torch  # it takes seconds; all else each of them has to find by itself
-for words in sys.argv[2:]:
-    if not os.fork():
-        sys.argv[:] = [sys.argv[1], *words.split()]
-        runpy.run_path(sys.argv[0], run_name="__main__")
-    assert os.wait()[1] == 0, words
-"""
-
-
 @pytest.mark.real
-def test_verbs_that_compute_find_all_they_import(run: Run, tmp_path: Path) -> None:
+def test_what_was_trained_is_exported_by_a_command_of_its_own(run: Run, tmp_path: Path) -> None:
     weights = tmp_path / "model.safetensors"
-    words = [f"profile {JOBS} --device cpu --json", f"export {run.folder} {weights}"]
-    made = subprocess.run([sys.executable, "-c", VERBS, CULM, *words], capture_output=True, text=True, check=False)
+    made = culm("export", str(run.folder), str(weights))
     assert made.returncode == 0, made.stderr
-    measured, exported = made.stdout.splitlines()
-    assert json.loads(measured)["layers"]
-    assert exported.startswith(f"{weights}: 8 tensors")
+    assert made.stdout.startswith(f"{weights}: 8 tensors")
 
 
 @pytest.mark.real

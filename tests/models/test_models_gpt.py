@@ -43,11 +43,12 @@ def test_the_number_of_parameters_is_the_published_one(size: str, published: flo
 
 @pytest.mark.parametrize("size", SIZES)
 def test_the_layers_have_the_parameters_that_the_formula_counts(size: str) -> None:
+    config, (first, *blocks, last) = gpt_config(size), gpt(size)
+    assert len(blocks) == config.blocks
+    assert len(set(map(repr, blocks))) == 1, "one stands for all"
     with torch.device("meta"):
-        layers = [layer() for layer in gpt(size)]
-    total = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
-    config = gpt_config(size)
-    assert len(layers) == config.blocks + 2
+        made = [(1, first()), (config.blocks, blocks[0]()), (1, last())]
+    total = sum(times * parameter.numel() for times, layer in made for parameter in layer.parameters())
     assert total - config.vocab * config.width == config.parameters
 
 

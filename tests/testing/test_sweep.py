@@ -149,5 +149,5 @@ def test_a_node_that_falls_silent_for_too_long_is_lost_and_what_it_says_later_is
 ) -> None:
     setup = prepared(2, 3, schedule, strategy, True)
     for node, hurt in ((0, Faults().pause), (4, Faults().partition)):
-        for at in list(moments(setup, node))[::3]:
+        for at in in_turn(strategy, moments(setup, node))[::2]:
             survive(hurt(node, at=at, step=STEP, seconds=2.5), setup, True)
