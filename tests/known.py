@@ -6,10 +6,14 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from culm.cluster.prepare import Request, look, prepare
 from culm.cluster.setup import Setup
 from culm.job import Job
+from culm.plan.haste import hastened
 from culm.runtime.blueprint import Blueprint
+from culm.schedule import Plan
 from culm.testing import Faults, Simulated, Trained, reference
 from culm.testing.survive import LATENCY_S, Cost, endure
 
@@ -43,6 +47,15 @@ def truth(job: Job) -> Trained:
 def ready(job: Job, *, like: Job | None = None, **request: Any) -> Setup:
     """A run as it is asked for; `like` is a job with the same layers, which may be known already."""
     return prepare(job, Request(**request), blueprint=_known(like or job).blueprint)
+
+
+def hasty(setup: Setup) -> Setup:
+    """The same run where halves of a backward cost nothing, as with layers larger than those of tests."""
+    layers = tuple(msgspec.structs.replace(layer, weight_s=1.0, halving_s=0.0) for layer in setup.layers)
+    cuts = tuple(first for first, _ in setup.segments[1:])
+    plan = hastened(Plan.from_text(setup.plan), layers, cuts).to_text()
+    assert plan != setup.plan
+    return msgspec.structs.replace(setup, layers=layers, plan=plan)
 
 
 def hurt(

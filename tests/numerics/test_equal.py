@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.known import ready, truth
+from tests.known import hasty, ready, truth
 
 from culm.job import Job
 from culm.testing import Simulated, Trained, reference
@@ -68,6 +68,16 @@ def test_one_pipeline_equals_the_reference(name: str, shape: Shape) -> None:
 def test_exact_runs_equal_the_reference_with_any_number_of_pipelines(name: str, shape: Shape) -> None:
     job = job_of(name, exact=True)
     same(run(job, shape, like=job_of(name), strategy=SEVERAL[shape]), truth(job))
+
+
+@pytest.mark.parametrize("shape", [("gpipe", 1, 3), ("1f1b", 1, 99), ("interleaved", 1, 2), ("1f1b", 2, 2)], ids=str)
+@pytest.mark.parametrize("name", ["everything", "recompute", "batch norm"])
+def test_gradients_that_go_on_before_the_weights_are_done_change_nothing(name: str, shape: Shape) -> None:
+    schedule, pipelines, stages = shape
+    job = job_of(name, exact=pipelines > 1)
+    most = len(job.layers) // (2 if schedule == "interleaved" else 1)
+    shaped = {"schedule": schedule, "pipelines": pipelines, "stages": min(stages, most), "strategy": "none"}
+    same(enact(job, hasty(ready(job, like=job_of(name), **shaped))), truth(job))
 
 
 @functools.cache

@@ -221,18 +221,16 @@ def test_nothing_of_the_graph_outlives_the_second_half(graph: Graph) -> None:
         gc.enable()
 
 
-def segment(layers: Sequence[int] = (1, 2), *, halves: bool = False, **changes: Any) -> Segment:
+def segment(layers: Sequence[int] = (1, 2), **changes: Any) -> Segment:
     job = but(tiny_gpt, **changes)
-    made = Segment(job, State(job, layers), layers)
-    made.halves = halves
-    return made
+    return Segment(job, State(job, layers), layers)
 
 
 def test_a_segment_whose_backward_is_halved_learns_the_same() -> None:
     x, gradient = torch.randn(2, 5, 8).requires_grad_(), torch.randn(2, 5, 8)
-    whole, halved = segment(), segment(halves=True)
+    whole, halved = segment(), segment()
     (out,), _ = whole.forward(0, 0, (x,))
-    (same,), _ = halved.forward(0, 0, (x,))
+    (same,), _ = halved.forward(0, 0, (x,), halves=True)
     assert torch.equal(out, same)
     (theirs,) = whole.backward(0, 0, (gradient,))
     (mine,) = halved.backward_input(0, 0, (gradient,))
@@ -244,18 +242,18 @@ def test_a_segment_whose_backward_is_halved_learns_the_same() -> None:
         assert torch.equal(one.accumulator.total, other.accumulator.total)
 
 
-def test_a_segment_makes_short_pieces_once_its_backward_came_in_halves() -> None:
+@pytest.mark.parametrize("halves", [False, True])
+def test_a_segment_makes_short_pieces_for_a_backward_in_halves_and_either_may_come(halves: bool) -> None:
     part, x = segment(), torch.randn(2, 5, 8).requires_grad_()
-    lengths = []
-    for micro in range(3):
-        (out,), _ = part.forward(0, micro, (x,))
-        lengths.append([len(piece.layers) for piece in part.tapes[0, micro].pieces])
+    for micro in range(2):
+        (out,), _ = part.forward(0, micro, (x,), halves=halves)
+        assert [len(piece.layers) for piece in part.tapes[0, micro].pieces] == ([1, 1] if halves else [2])
         if micro == 0:
             part.backward_input(0, micro, (torch.ones_like(out),))
             part.backward_weight(0, micro)
         else:
             part.backward(0, micro, (torch.ones_like(out),))
-    assert lengths == [[2], [1, 1], [2]]
+    assert not part.tapes
 
 
 def test_the_engine_runs_no_oftener_for_many_layers_than_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,8 +262,8 @@ def test_the_engine_runs_no_oftener_for_many_layers_than_for_one(monkeypatch: py
     monkeypatch.setattr(split, "_engine", engine)
     counts = []
     for layers in ([1], [1, 2]):
-        part = segment(layers, halves=True)
-        (out,), _ = part.forward(0, 0, (torch.randn(2, 5, 8).requires_grad_(),))
+        part = segment(layers)
+        (out,), _ = part.forward(0, 0, (torch.randn(2, 5, 8).requires_grad_(),), halves=True)
         part.backward_input(0, 0, (torch.ones_like(out),))
         engine.reset_mock()
         part.backward_weight(0, 0)

@@ -12,6 +12,7 @@ from culm.cluster.setup import Request, Setup
 from culm.cluster.strategy import Terms, settle
 from culm.errors import CheckpointError, PlanError, UsageError
 from culm.plan.choose import choose
+from culm.plan.haste import hastened
 from culm.plan.partition import count, partition, spans
 from culm.plan.profile import LayerCost, Profile
 from culm.plan.relayout import activations, segment_costs
@@ -40,9 +41,12 @@ def prepare(
     _check_profile(profile, blueprint.profile)
     pipelines, stages, cuts, why = _shape(job, request, profile)
     ranges = request.ranges if request.schedule == "interleaved" else 1
-    plan = generate(
+    schedule = generate(
         request.schedule, pipelines=pipelines, stages=stages, micro_batches=job.micro_batches, ranges=ranges
     )
+    plan = hastened(schedule, profile.layers, cuts)
+    if plan != schedule:
+        why += "; gradients that others wait for go on before the weights are done (I, then W)"
     manifest, rejected = _newest(request.resume) if request.resume else (None, ())
     facts = _facts(job)
     if manifest is not None:

@@ -169,7 +169,7 @@ def regroup(
         micro_batches=full.micro_batches,
         runners=now.runners,
         first=committed,
-        split=any(action.kind is Kind.W for row in layout.plan.workers for action in row),
+        split=layout.plan.halved,
         joint=setup.joint,
         costs=world.costs,
         home=now.home,

@@ -257,8 +257,7 @@ def _plan(world: World, runners: Mapping[int, tuple[int, ...]], stand_ins: Mappi
     if stand_ins == moved and _plain(full):
         left = set(failed) - set(moved)
         return _renamed(world.plans.best(_case(world, left)).plan if left else full, world, moved)
-    halved = any(action.kind is Kind.W for row in full.workers for action in row)
-    return merged(full, runners, _home(world, stand_ins), world.costs, halved=halved)
+    return merged(full, runners, _home(world, stand_ins), world.costs, halved=full.halved)
 
 
 def _plain(full: Plan) -> bool:

@@ -41,11 +41,13 @@ class LayerCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     buffer_bytes: int = 0
     step_s: float = 0.0
     """S: the optimizer step, once per step."""
+    halving_s: float | None = None
+    """What I and W, run one after the other, take longer than both in one go; None: nobody knows."""
 
     def __post_init__(self) -> None:
         for field in self.__struct_fields__[1:]:
             value = getattr(self, field)
-            if not (math.isfinite(value) and value >= 0):
+            if value is not None and not (math.isfinite(value) and value >= 0):
                 raise PlanError(f"layer {self.name!r}: {field} is {value!r}: use a finite number of at least 0")
 
     @property

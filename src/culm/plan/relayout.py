@@ -21,6 +21,7 @@ import msgspec
 
 from culm.errors import PlanError
 from culm.plan.choose import BANDWIDTH
+from culm.plan.haste import hastened
 from culm.plan.layout import merged
 from culm.plan.partition import Cuts, count, fit, one_f_one_b, partition, spans
 from culm.plan.profile import LayerCost
@@ -104,7 +105,7 @@ def shape_of(model: Model, depths: Depths) -> Shape:
         raise PlanError(f"{written(depths)} is uneven, which the interleaved schedule can not be: use 1f1b or zb")
     cuts = model.cut(depths[0]) if even else _refined(model, depths)
     costs = segment_costs(model.layers, cuts)
-    plan = _even(model, depths) if even else _uneven(model, depths, cuts)
+    plan = _even(model, depths, cuts) if even else _uneven(model, depths, cuts)
     evaluation = _evaluation(model, plan).to_text() if model.evaluation_parts else None
     return Shape(
         depths=depths,
@@ -123,14 +124,15 @@ def _evaluation(model: Model, plan: Plan) -> Plan:
     return forward_only(**shape, micro_batches=parts, ranges=model.ranges)
 
 
-def _even(model: Model, depths: Depths) -> Plan:
-    return generate(
+def _even(model: Model, depths: Depths, cuts: Cuts) -> Plan:
+    schedule = generate(
         model.schedule,
         pipelines=len(depths),
         stages=depths[0],
         micro_batches=model.micro_batches,
         ranges=model.ranges,
     )
+    return hastened(schedule, model.layers, cuts)
 
 
 def _refined(model: Model, depths: Depths) -> Cuts:

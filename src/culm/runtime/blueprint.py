@@ -20,6 +20,7 @@ from culm.plan.profile import LayerCost, Profile
 from culm.runtime import statistics
 from culm.runtime.call import call_layer, handed_on, loss_of
 from culm.runtime.data import Values, evaluation_batch, mapped, micro_batch
+from culm.runtime.device import device_of
 from culm.runtime.keys import key
 from culm.runtime.state import HeldLayer, build_layer, check_initial, named_parameter
 
@@ -29,7 +30,9 @@ if TYPE_CHECKING:
 _FLOPS = 5e10
 _BYTES = 1e10
 _CALL_S = 2e-5
-"""A guess at one core: only ratios between layers matter, to cut the model; `culm profile` measures."""
+_HALVING_S = 4e-5
+"""Guesses at one core, the last one for each trained parameter: mostly ratios matter, to cut the model, and whether a
+layer is large. `culm profile` measures."""
 
 
 @dataclass(frozen=True)
@@ -119,10 +122,11 @@ def _run(job: Job, layer: HeldLayer, values: Values) -> tuple[Values, LayerCost]
         outputs = call_layer(layer, values, key(job.seed, 0, 0, layer.index))
     layer.guard.check()
     statistics.collect(layer.moving, recorded)
-    return outputs, _cost(layer, outputs, flops.get_total_flops(), saved)
+    on_cpu = device_of(job).type == "cpu"
+    return outputs, _cost(layer, outputs, flops.get_total_flops(), saved, on_cpu)
 
 
-def _cost(layer: HeldLayer, outputs: Values, flops: int, saved: int) -> LayerCost:
+def _cost(layer: HeldLayer, outputs: Values, flops: int, saved: int, on_cpu: bool) -> LayerCost:
     parameters = sum(p.nbytes for p in layer.module.parameters())
     trained = sum(p.nbytes for p in layer.trained.values())
     moved = sum(o.nbytes for o in outputs)
@@ -138,6 +142,7 @@ def _cost(layer: HeldLayer, outputs: Values, flops: int, saved: int) -> LayerCos
         output_bytes=moved,
         buffer_bytes=sum(b.nbytes for b in layer.module.buffers()),
         step_s=4 * trained / _BYTES,
+        halving_s=_HALVING_S * len(layer.trained) if on_cpu else None,
     )
 
 

@@ -186,7 +186,7 @@ class Executor:
         if first or op.segment.last:
             fresh, target = self.supply.take(step, micro)
             inputs = fresh if first else inputs
-        outputs, outcome = op.segment.forward(step, micro, inputs, target)
+        outputs, outcome = op.segment.forward(step, micro, inputs, target, halves=op.halves)
         if not op.again:
             self.desk.book(step, op.action.segment, op.segment).note(micro, outcome)
             self.tapes_peak = max(self.tapes_peak, sum(len(s.tapes) for s in self.segments.values()))

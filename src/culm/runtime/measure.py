@@ -13,7 +13,7 @@ from torch import Tensor
 
 from culm.errors import LayerFailed
 from culm.plan.profile import LayerCost, Profile
-from culm.runtime import statistics
+from culm.runtime import split, statistics
 from culm.runtime.call import call_layer, loss_of
 from culm.runtime.data import Values, micro_batch
 from culm.runtime.device import device_of
@@ -73,18 +73,20 @@ class _Probe:
     def cost(self) -> tuple[Values, LayerCost]:
         parameters = list(self.layer.trained.values())
         wanted = [x for x in self.inputs if x.requires_grad]
-        forward, inward, whole, steps = [], [], [], []
+        forward, inward, whole, halves, steps = [], [], [], [], []
         began = time.perf_counter()
         for turn in range(_ROUNDS + 1):
             made, ends, seconds = self._forward()
             inward.append(self._timed_grad(ends, wanted, keep=True) if wanted else 0.0)
             whole.append(self._timed_grad(ends, wanted + parameters, keep=False))
             forward.append(seconds)
+            halves.append(self._timed_halves() if wanted else whole[-1])
             steps.append(self._timed_step())
             if turn and time.perf_counter() - began > _ENOUGH_S:
                 break
         f, i, b, s = (stats.median(times[1:]) for times in (forward, inward, whole, steps))
-        return made, self._priced(made, f, i, max(b - i, 0.0), s)
+        halving = max(min(halves[1:]) - min(whole[1:]), 0.0)  # a small difference, which the least of each shows best
+        return made, self._priced(made, f, i, max(b - i, 0.0), s, halving)
 
     def _forward(self) -> tuple[Values, list[Tensor], float]:
         self.saved = 0
@@ -116,6 +118,17 @@ class _Probe:
                 leaf.grad = gradient
         return seconds
 
+    def _timed_halves(self) -> float:
+        """The backward of another forward as I and W, whose gradients go where those of a run would."""
+        _, ends, _ = self._forward()
+        began = self._now()
+        try:
+            _, rest = split.input_half(ends, [torch.ones_like(e) for e in ends], self.inputs)
+            split.weight_half(rest)
+        except RuntimeError as error:
+            raise LayerFailed(f"the backward of {self.layer.label} raised {error}") from error
+        return self._now() - began
+
     def _timed_step(self) -> float:
         began = self._now()
         self.layer.unit.step(1.0)
@@ -126,7 +139,9 @@ class _Probe:
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
-    def _priced(self, made: Values, forward: float, inward: float, weight: float, step: float) -> LayerCost:
+    def _priced(
+        self, made: Values, forward: float, inward: float, weight: float, step: float, halving: float
+    ) -> LayerCost:
         unit = self.layer.unit.snapshot()
         trained = sum(p.nbytes for p in self.layer.trained.values())
         return LayerCost(
@@ -140,4 +155,5 @@ class _Probe:
             output_bytes=sum(v.nbytes for v in made),
             buffer_bytes=sum(b.nbytes for b in self.layer.module.buffers()),
             step_s=step,
+            halving_s=halving,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -33,12 +33,16 @@ class Op:
     """Whether a later action of this worker takes its output."""
     again: bool = False
     """Run for its output alone: nothing is counted and no tape stays."""
+    halves: bool = False
+    """Of an F: whether its backward comes in halves here."""
 
 
 def compiled(plan: Plan, epoch: Epoch, slot: int, segments: Mapping[int, Segment]) -> list[Op]:
     """What a slot runs in a plan, in order: sends and receives are derived from the placement."""
+    lowered = lower(plan)[slot] if slot < len(plan.workers) else ()
+    halved = cells_halved(action for action, _, _ in lowered)
     ops = []
-    for action, receives, sends in lower(plan)[slot] if slot < len(plan.workers) else ():
+    for action, receives, sends in lowered:
         needs, makes = needed(action, plan.segments), made(action)
         taken = makes is not None and (
             action.segment + 1 < plan.segments if action.kind is Kind.F else action.segment > 0
@@ -53,6 +57,12 @@ def compiled(plan: Plan, epoch: Epoch, slot: int, segments: Mapping[int, Segment
                 home=str(needs) if needs is not None and not receives else None,
                 targets=tuple(epoch.address(edge.target) for edge in sends),
                 keeps=taken and not sends,
+                halves=(action.segment, action.micro) in halved,
             )
         )
     return ops
+
+
+def cells_halved(actions: Iterable[Action]) -> set[tuple[int, int | None]]:
+    """(segment, micro-batch) of each I in a list."""
+    return {(action.segment, action.micro) for action in actions if action.kind is Kind.I}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from culm.plan.recover import made, needed
 from culm.runtime.estate import Inheritance, hand_over
-from culm.runtime.program import Op
+from culm.runtime.program import Op, cells_halved
 from culm.transport.base import Key
 
 if TYPE_CHECKING:
@@ -99,6 +99,7 @@ def _compiled(executor: Executor, step: int, tasks: Sequence[Task], segments: di
     ghosts: dict[int, Segment] = {}
     for stage in {task.action.segment % plan.stages for task in tasks if task.again}:
         ghosts |= executor.desk.holdings[stage].ghost(step)
+    halved = cells_halved(task.action for task in tasks)
     ops = []
     for task in tasks:
         action = task.action
@@ -116,6 +117,7 @@ def _compiled(executor: Executor, step: int, tasks: Sequence[Task], segments: di
                 targets=tuple(executor.epoch.address(w) for w in takers if w != slot),
                 keeps=slot in takers,
                 again=task.again,
+                halves=(action.segment, action.micro) in halved,
             )
         )
     return ops

@@ -83,24 +83,25 @@ class Segment:
         """Statistics of some micro-batch, once one has run: all have the same shapes."""
         self.spent: Tape | None = None
         """Of the last backward: to take its graph apart takes a while, in which others would wait for the gradients."""
-        self.halves = False
-        """Whether the last backward came in halves: then the next will, too."""
         self._loss_manner = Manner(exact=job.exact, draws=knows_outside(job.loss) or None)
         self._cast: Callable[[], AbstractContextManager[Any]] = nullcontext
         if job.precision == "bf16":
             kind = state.device.type
             self._cast = lambda: torch.autocast(kind, torch.bfloat16)
 
-    def forward(self, step: int, micro: int, inputs: Values, target: Any = None) -> tuple[Values, Outcome]:
+    def forward(
+        self, step: int, micro: int, inputs: Values, target: Any = None, *, halves: bool = False
+    ) -> tuple[Values, Outcome]:
         """F: the outputs (detached; `requires_grad` says where a gradient will be wanted) and the outcome.
 
-        The last segment computes the loss too and has no outputs.
+        The last segment computes the loss too and has no outputs. `halves`: the backward will come in halves. It may
+        all the same come otherwise, which takes longer.
         """
         tape = Tape(step, micro, inputs, self._draws(step, micro))
         outcome = Outcome()
         with self._cast(), statistics.recording() as recorded:
-            run = self._forward_lean if self.job.recompute else self._forward_taped
-            outputs = run(tape, inputs)
+            lean = self.job.recompute
+            outputs = self._forward_lean(tape, inputs) if lean else self._forward_taped(tape, inputs, halves)
             if self.last:
                 outputs = self._loss(tape, outputs, target, outcome)
         for layer in self.layers:
@@ -133,7 +134,6 @@ class Segment:
     def backward(self, step: int, micro: int, gradients: Gradients) -> Gradients:
         """B: gradients of the inputs; those of the weights are added to the sums."""
         tape = self.tapes.pop((step, micro))
-        self.halves = False
         for piece in self._pieces_backwards(tape):
             self._absorbed(piece, gradients)
             gradients = _taken(piece.inputs)
@@ -145,7 +145,6 @@ class Segment:
         """I: gradients of the inputs only. What W needs stays on the tape."""
         tape = self.tapes[step, micro]
         tape.halved = True
-        self.halves = True
         if not any(x.requires_grad for x in tape.inputs):
             tape.pending = gradients
             return tuple(None for _ in tape.inputs)
@@ -174,9 +173,9 @@ class Segment:
                 split.weight_half(*(piece.halfway for piece in tape.pieces))
         self._absorb()
 
-    def _forward_taped(self, tape: Tape, values: Values) -> Values:
+    def _forward_taped(self, tape: Tape, values: Values, halves: bool) -> Values:
         piece = Piece(values, values, [])
-        short = self.halves and any(x.requires_grad for x in values)
+        short = halves and any(x.requires_grad for x in values)
         for layer, draw in zip(self.layers, tape.draws, strict=False):
             if piece.layers and (short or len(values) > 1):
                 piece.outputs = values

@@ -110,6 +110,11 @@ class Plan:
         return self.by_pipeline[worker // self.stages]
 
     @property
+    def halved(self) -> bool:
+        """Whether every backward comes in halves."""
+        return not any(action.kind is Kind.B for row in self.workers for action in row)
+
+    @property
     def by_pipeline(self) -> tuple[range, ...]:
         """The micro-batches of each pipeline: contiguous."""
         if not self.shares:
