@@ -9,6 +9,7 @@
     trace     how machines came and went
     export    the weights of a checkpoint as one file
     bench     how fast it is, beside others
+    doctor    is this machine fit?
     chaos     random runs that go wrong in random ways
     gnn       graph networks: run, plan
 
@@ -32,7 +33,7 @@ from typing import Annotated, Any, cast
 import typer
 
 import culm
-from culm.cli import agent, bench, chaos, export, gnn, plan, profile, run, schedule, simulate, trace
+from culm.cli import agent, bench, chaos, doctor, export, gnn, plan, profile, run, schedule, simulate, trace
 from culm.cli.failing import say
 
 app = typer.Typer(
@@ -51,6 +52,7 @@ app.add_typer(trace.app, name="trace")
 app.command("export")(export.export)
 app.command("bench")(bench.bench)
 app.command("chaos")(chaos.chaos)
+app.command("doctor")(doctor.doctor)
 app.add_typer(gnn.app, name="gnn")
 
 _Refused = cast("type[typer.BadParameter]", typer.BadParameter.__base__)
