@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from culm.errors import NodeLost
 from culm.job import Job
 from culm.plan.lineage import Standing
+from culm.runtime import statistics
 from culm.runtime.blueprint import probe
 from culm.runtime.desk import Desk, Holding
 from culm.testing import Faults, Simulated, simulate
@@ -289,6 +290,31 @@ def test_an_early_stepper_runs_again_with_the_weights_of_the_step_that_is_open(s
     again = [action for node, step, action in seen.done if node == 4 and step == STEP]
     for micro in (0, 1):  # of the pipeline that is gone
         assert [again.count(f"1{kind}{micro}") for kind in "FIW"] == [1, 1, 0]  # its W is in the sum already
+
+
+class Centred(nn.Module):
+    """Its forward uses a buffer that every step moves."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        statistics.record(self, x.mean(0))
+        return torch.tanh(self.linear(x - self.mean))
+
+    def apply_statistics(self, mean: Tensor) -> None:
+        self.mean.mul_(0.5).add_(mean, alpha=0.5)
+
+
+def test_an_early_stepper_runs_again_with_the_buffers_of_the_step_that_is_open(survive: Eye) -> None:
+    described = six(layers=(linear, linear, Centred, Centred, linear, linear))
+    faults = Faults().kill((0, 1), at="1S+", step=STEP)
+    seen = survive(described, faults, slow(0), strategy="reroute", schedule="zb")
+    assert (1, STEP, STEP + 1) in seen.ghosts
 
 
 def test_work_of_both_open_steps_is_completed(survive: Eye) -> None:
