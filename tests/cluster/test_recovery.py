@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import msgspec
 import pytest
 import torch
@@ -373,6 +374,14 @@ def test_the_leader_may_be_lost_in_the_optimizer_step_and_in_the_commit(survive:
     seen = survive(six(), Faults().kill(0, at=at, step=STEP), strategy=strategy)
     assert [event["kind"] for event in seen.events if event["kind"] in ("leader", "lost")] == ["leader", "lost"]
     assert seen.run.summary["steps"] == STEP + 3
+
+
+def test_a_leader_that_was_taken_for_dead_writes_over_nothing_that_the_next_has_told(memory: str) -> None:
+    """On a URL lines are put all at once: when it wakes up, what it knows is old."""
+    faults = Faults().pause(0, step=STEP, nth=3, seconds=9.0)
+    hurt(six(), faults, pipelines=2, stages=3, strategy="reroute", out=memory)
+    with fsspec.open(f"{memory}/steps.jsonl", "r") as lines:
+        assert [json.loads(line)["step"] for line in lines][-1] == six().steps - 1
 
 
 def test_a_loss_after_every_node_has_stepped_redoes_nothing(survive: Eye) -> None:

@@ -94,7 +94,8 @@ class Leader:
             error = reason if isinstance(reason, CulmError) else _unforeseen(reason)
         with contextlib.suppress(RunError):  # it may be the folder that failed
             tenure.event("failed", error=type(error).__name__, message=str(error))
-        tenure.folder.close()
+            await tenure.sync()
+        tenure.folder.close(sync=False)
         return Result(error=type(error).__name__, message=str(error), trace=error.trace)
 
     async def _lead(self) -> dict[str, Any]:
@@ -321,7 +322,7 @@ class Leader:
         if made is not None:
             step, size = made
             tenure.event("checkpoint", step=step, bytes=size)
-            await tenure.clock.aside(tenure.folder.sync)
+            await tenure.sync()
             if not tenure.setup.keeps:
                 self.comings.grow()
 
