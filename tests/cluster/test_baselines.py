@@ -95,6 +95,16 @@ def test_without_a_checkpoint_yet_the_run_begins_as_it_began(tmp_path: Path) -> 
     assert "everyone begins again as it began" in of(events, "epoch")[-1]["why"]
 
 
+@pytest.mark.parametrize("step", [3, STEPS - 1], ids=["midway", "the-last"])
+def test_a_checkpoint_of_a_step_that_not_everyone_reported_does_not_count(tmp_path: Path, step: int) -> None:
+    """The last part comes from a node that was silent for too long: the step is run, told and counted again."""
+    found, events = rewound(tmp_path, Faults().pause(3, at="1S+", step=step, seconds=3.0))
+    assert of(events, "rewound")[0]["step"] == step - 1
+    steps = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert [each["loss"] for each in steps] == truth(job()).losses
+    assert found.summary["final_loss"] == truth(job()).losses[-1]
+
+
 def test_a_node_that_stands_by_takes_the_place_of_the_lost_at_once(tmp_path: Path) -> None:
     found, events = rewound(tmp_path, Faults().join(2, step=1).kill(1, step=3, nth=3))
     assert not of(events, "waiting")

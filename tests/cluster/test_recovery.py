@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import msgspec
 import pytest
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from culm.errors import NodeLost
 from culm.job import Job
 from culm.plan.lineage import Standing
+from culm.runtime import statistics
 from culm.runtime.blueprint import probe
 from culm.runtime.desk import Desk, Holding
 from culm.testing import Faults, Simulated, simulate
@@ -291,6 +293,31 @@ def test_an_early_stepper_runs_again_with_the_weights_of_the_step_that_is_open(s
         assert [again.count(f"1{kind}{micro}") for kind in "FIW"] == [1, 1, 0]  # its W is in the sum already
 
 
+class Centred(nn.Module):
+    """Its forward uses a buffer that every step moves."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        statistics.record(self, x.mean(0))
+        return torch.tanh(self.linear(x - self.mean))
+
+    def apply_statistics(self, mean: Tensor) -> None:
+        self.mean.mul_(0.5).add_(mean, alpha=0.5)
+
+
+def test_an_early_stepper_runs_again_with_the_buffers_of_the_step_that_is_open(survive: Eye) -> None:
+    described = six(layers=(linear, linear, Centred, Centred, linear, linear))
+    faults = Faults().kill((0, 1), at="1S+", step=STEP)
+    seen = survive(described, faults, slow(0), strategy="reroute", schedule="zb")
+    assert (1, STEP, STEP + 1) in seen.ghosts
+
+
 def test_work_of_both_open_steps_is_completed(survive: Eye) -> None:
     """The last stage is still at the weights of a step when a worker in the middle is lost in the next."""
     faults = Faults().kill(1, at="1F1", step=STEP + 1)
@@ -347,6 +374,14 @@ def test_the_leader_may_be_lost_in_the_optimizer_step_and_in_the_commit(survive:
     seen = survive(six(), Faults().kill(0, at=at, step=STEP), strategy=strategy)
     assert [event["kind"] for event in seen.events if event["kind"] in ("leader", "lost")] == ["leader", "lost"]
     assert seen.run.summary["steps"] == STEP + 3
+
+
+def test_a_leader_that_was_taken_for_dead_writes_over_nothing_that_the_next_has_told(memory: str) -> None:
+    """On a URL lines are put all at once: when it wakes up, what it knows is old."""
+    faults = Faults().pause(0, step=STEP, nth=3, seconds=9.0)
+    hurt(six(), faults, pipelines=2, stages=3, strategy="reroute", out=memory)
+    with fsspec.open(f"{memory}/steps.jsonl", "r") as lines:
+        assert [json.loads(line)["step"] for line in lines][-1] == six().steps - 1
 
 
 def test_a_loss_after_every_node_has_stepped_redoes_nothing(survive: Eye) -> None:

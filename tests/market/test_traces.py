@@ -76,6 +76,15 @@ def test_time_stamps_pass_midnight_even_if_the_date_does_not(tmp_path: Path) -> 
     assert trace.span_s == 240
 
 
+def test_time_stamps_with_and_without_a_zone_are_all_of_utc(tmp_path: Path) -> None:
+    text = "2021-07-26T18:42:00Z,5\n2021-07-26 18:43:00,4\n2021-07-26T20:44:00+02:00,3\n"
+    assert trace_of(tmp_path, text).counts == (Count(0, 5), Count(60, 4), Count(120, 3))
+
+
+def test_lines_of_remarks_are_passed_over(tmp_path: Path) -> None:
+    assert trace_of(tmp_path, "# of 2026\n0,add,a\n# then:\n5,remove,a\n").counts == (Count(0, 1), Count(0.005, 0))
+
+
 BAD = [
     ("0,add,a\n5,ad,b\n", r"line 2, has the event 'ad': use add or remove"),
     ("0,add,a\n5,remove,b\n", r"line 2, removes b, which is not there"),
@@ -86,6 +95,10 @@ BAD = [
     ("0,add,a\n1,add\n9,remove,q\n", r"line 2, has 2 cells.*more bad lines: 3"),
     ("0,4\n1,-3\n", r"line 2, has the count '-3'"),
     ("0,4\n1,2.5\n", r"line 2, has the count '2.5'"),
+    ("0,4\ninf,2\n", r"line 2, has the time 'inf': use a number"),
+    ("0,4\n1,9000000000\n", r"line 2, has 9,000,000,000 nodes alive"),
+    ('[{"interval": [1, 0, 3], "duration": 9}]', r"has -2 nodes alive"),
+    ('{"metadata": {"gap_seconds": Infinity}, "data": [1]}', r"needs metadata.gap_seconds"),
     ("2021-12-10, 13:07:45, 80\n2021-12-10, 25:07:45, 80\n", r"line 2, has the time"),
     ('[0, "add", {"nodes": ["a"]}]\n[5, "remove", {"nodes": ["b"]}]\n', r"line 2, removes b"),
     ('[0, "add", {"nodes": ["a"]}]\n[5, "remove"]\n', r"line 2, is no event"),

@@ -101,6 +101,12 @@ def test_whatever_is_not_as_it_was_is_told(run: Simulated, summary: dict[str, An
     assert told.startswith(sentence)
 
 
+def test_what_is_no_number_is_the_same_as_what_is_none(run: Simulated) -> None:
+    nan = float("nan")
+    skipped = dataclasses.replace(changed(run, final_loss=nan, evaluations={"1": nan}), losses=[nan], told=((0, nan),))
+    assert list(differences(job(), skipped, skipped)) == []
+
+
 @pytest.mark.parametrize(("relative", "same"), [(1e-6, True), (1e-2, False), (float("nan"), False)])
 @pytest.mark.parametrize("name", ["2.weight", "optimizer.2.weight.exp_avg"])
 def test_without_exact_tensors_may_differ_by_the_order_of_sums(

@@ -94,7 +94,8 @@ class Leader:
             error = reason if isinstance(reason, CulmError) else _unforeseen(reason)
         with contextlib.suppress(RunError):  # it may be the folder that failed
             tenure.event("failed", error=type(error).__name__, message=str(error))
-        tenure.folder.close()
+            await tenure.sync()
+        tenure.folder.close(sync=False)
         return Result(error=type(error).__name__, message=str(error), trace=error.trace)
 
     async def _lead(self) -> dict[str, Any]:
@@ -274,6 +275,7 @@ class Leader:
             tenure.permit(done.step + 2)
         if tenure.setup.keeps:
             self.comings.grow()
+        await self._save(done.step + 1)
 
     async def _commit(self, step: int, metrics: dict[str, Any]) -> None:
         """Everyone may let go of what it kept for a step, once whoever leads next would know that it is complete."""
@@ -309,11 +311,18 @@ class Leader:
             raise errors.LayerFailed(f"Job.on_step raised {type(error).__name__}: {error}") from error
 
     async def _note_shard(self, report: letters.ShardReport) -> None:
+        self.tenure.saves.note(report)
+        await self._save(self.tenure.ledger.next_step)
+
+    async def _save(self, committed: int) -> None:
+        """Make the checkpoint that nothing is missing of any more, if there is one; whoever leads next knows of the
+        steps before `committed`."""
         tenure = self.tenure
-        size = await tenure.saves.note(report, tenure.folder.checkpoints or "")
-        if size is not None:
-            tenure.event("checkpoint", step=report.step, bytes=size)
-            await tenure.clock.aside(tenure.folder.sync)
+        made = await tenure.saves.make(committed, tenure.folder.checkpoints or "")
+        if made is not None:
+            step, size = made
+            tenure.event("checkpoint", step=step, bytes=size)
+            await tenure.sync()
             if not tenure.setup.keeps:
                 self.comings.grow()
 

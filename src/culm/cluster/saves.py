@@ -33,8 +33,9 @@ class _Begun:
 
 
 class Saves:
-    """Checkpoints by epoch and step. When all parts of one lie on storage, one atomic write makes them a checkpoint.
-    Its epoch may have ended by then, as long as nobody has gone whose part is missing."""
+    """Checkpoints by epoch and step. When all parts of one lie on storage and its last step is committed, one atomic
+    write makes them a checkpoint: whoever goes back to it finds all that it holds in the ledger. Its epoch may have
+    ended by then, as long as nobody has gone whose part is missing."""
 
     def __init__(self, setup: Setup, clock: Clock) -> None:
         self.complete: list[int] = []
@@ -67,25 +68,30 @@ class Saves:
         coming = [step for (_, step), begun in self._begun.items() if not begun.missing.intersection(gone)]
         return due > max(self.complete, default=self._setup.resume or 0) and due not in coming
 
-    async def note(self, report: ShardReport, folder: str) -> int | None:
-        """A part lies on storage. If it was the last, the checkpoint is made and its size in bytes returned."""
+    def note(self, report: ShardReport) -> None:
+        """A part lies on storage."""
         key = report.epoch, report.step
         if key not in self._begun:
             if report.epoch not in self._savers or report.step <= max(self.complete, default=-1):
-                return None  # what is missing of it will never come, or a later one is there
+                return  # what is missing of it will never come, or a later one is there
             self._begun[key] = _Begun(self._savers[report.epoch])
-        parts = self._begun[key].parts
-        parts[report.node] = report
-        if self._begun[key].missing:
+        self._begun[key].parts[report.node] = report
+
+    async def make(self, committed: int, folder: str) -> tuple[int, int] | None:
+        """Make the newest checkpoint that has all its parts, and all its steps committed: its step, and its bytes."""
+        whole = [key for key, begun in self._begun.items() if not begun.missing and key[1] <= committed]
+        if not whole:
             return None
+        newest = max(whole, key=lambda key: key[1])
+        step, parts = newest[1], self._begun[newest].parts.values()
         catalog = Catalog(Storage(folder))
-        receipts = [ShardReceipt(r.name, r.sha256, r.size, r.tensors) for r in parts.values()]
-        scalars = {name: value for r in parts.values() for name, value in r.scalars.items()}
-        await self._clock.aside(catalog.commit, report.step, receipts, scalars, self._setup.facts, time.time())
+        receipts = [ShardReceipt(r.name, r.sha256, r.size, r.tensors) for r in parts]
+        scalars = {name: value for r in parts for name, value in r.scalars.items()}
+        await self._clock.aside(catalog.commit, step, receipts, scalars, self._setup.facts, time.time())
         await self._clock.aside(catalog.prune, self._setup.keep_last, verify="sizes")
-        self._begun = {key: begun for key, begun in self._begun.items() if key[1] > report.step}
-        self.complete.append(report.step)
-        return sum(r.size for r in parts.values())
+        self._begun = {key: begun for key, begun in self._begun.items() if key[1] > step}
+        self.complete.append(step)
+        return step, sum(r.size for r in parts)
 
     async def tidy(self, folder: str) -> None:
         """Nobody writes any more. Parts that came too late for their checkpoint go, if they can."""

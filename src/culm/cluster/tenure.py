@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
@@ -237,11 +238,29 @@ class Tenure:
     async def _step_down(self) -> None:
         """This node goes: whoever leads next finds all that there is to know in the store."""
         await self.write_record()
+        with contextlib.suppress(RunError):
+            await self.sync()
         self.relieved.set()
 
+    async def sync(self) -> None:
+        """Put what has happened into the run's folder, if that is a URL, while this node leads: one that was taken for
+        dead would write over what the next knows. Raises RunError if that fails."""
+        if self.folder.behind and await self._heard():
+            await self.clock.aside(self.folder.sync)
+
+    async def _heard(self) -> bool:
+        """Whether the store takes something from this node. Of one that was taken for dead it takes nothing."""
+        with contextlib.suppress(RunError, TimeoutError):
+            async with asyncio.timeout(self.timeouts.store_call):
+                await self.store.put("lines", str(self.node).encode())
+            return True
+        return False
+
     async def close(self) -> None:
-        """End what runs aside."""
-        self.folder.close()
+        """End what runs aside. A run that failed has nobody to complain to."""
+        with contextlib.suppress(RunError):
+            await self.sync()
+        self.folder.close(sync=False)
         await self.minutes.close()
         for task in self._tasks:
             task.cancel()

@@ -258,6 +258,8 @@ class Turnover:
         before, samples = tenure.ledger.next_step, tenure.ledger.samples
         tenure.ledger.rewind(step)
         tenure.folder.rewind(step)
+        if step >= setup.steps:  # whoever led before had all of it, and could not say so any more
+            tenure.finish = step
         if before > step:
             again = {"steps": before - step, "samples": samples - tenure.ledger.samples}
             tenure.event("rewound", step=step, **again, why="these steps are run, and counted, again")

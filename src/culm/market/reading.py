@@ -12,10 +12,11 @@ intervals   [{"interval": [alive, added, removed], "duration": 60000}, ...]
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
@@ -26,6 +27,8 @@ Unit: TypeAlias = Literal["ms", "s", "h"]
 _SECONDS: dict[Unit, float] = {"ms": 1e-3, "s": 1.0, "h": 3600.0}
 _MILLISECONDS_FROM = 1e6
 """Whole numbers that reach this far are milliseconds: as seconds they would be eleven days."""
+_MOST = 1_000_000
+"""Nodes at once: more is a mistake, and would fill the memory."""
 
 _STAMP = r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d"
 _FORMS = {
@@ -88,7 +91,8 @@ def _raw(path: Path) -> str:
 
 
 def _lines(raw: str, path: Path, unit: Unit | None) -> Trace:
-    numbered = [(number, line.strip()) for number, line in enumerate(raw.splitlines(), 1) if line.strip()]
+    stripped = ((number, line.strip()) for number, line in enumerate(raw.splitlines(), 1))
+    numbered = [(number, line) for number, line in stripped if line and not line.startswith("#")]
     form = next((name for _, line in numbered if (name := _form(line))), None)
     if form is None:
         raise UsageError(
@@ -159,6 +163,8 @@ def _counted(text: Text, rows: list[tuple[int, float, int]], zone: str = "") -> 
     for number, t, alive in rows:
         if t < last:
             text.wrong(number, f"goes back in time, from {last:g} s to {t:g} s: sort the lines")
+        if not 0 <= alive <= _MOST:
+            text.wrong(number, f"has {alive:,} nodes alive: use a whole number from 0 to {_MOST:,}")
         last = max(t, last)
         by_time[t] = alive
     text.settle()
@@ -253,7 +259,7 @@ def _json(raw: str, path: Path) -> Trace:
 def _skypilot(found: dict[str, Any], text: Text, zone: str) -> Trace:
     meta, data = found.get("metadata"), found.get("data")
     gap = meta.get("gap_seconds") if isinstance(meta, dict) else None
-    if not (isinstance(gap, (int, float)) and gap > 0 and isinstance(data, list) and data):
+    if not (isinstance(gap, (int, float)) and 0 < gap < math.inf and isinstance(data, list) and data):
         raise UsageError(f"{text.source} is no trace: its JSON needs metadata.gap_seconds above 0 and a list 'data'")
     for tick, alive in enumerate(data):
         if not (isinstance(alive, int) and alive >= 0):
@@ -297,10 +303,13 @@ def _parcae_line(text: Text, number: int, line: str) -> Iterator[Event]:
 
 def _number(text: Text, line: int, cell: str) -> float | None:
     try:
-        return float(cell)
+        value = float(cell)
     except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
         text.wrong(line, f"has the time {cell!r}: use a number")
         return None
+    return value
 
 
 def _alive(text: Text, line: int, cell: str) -> int | None:
@@ -316,7 +325,8 @@ def _alive(text: Text, line: int, cell: str) -> int | None:
 
 def _moment(text: Text, line: int, cell: str) -> datetime | None:
     try:
-        return datetime.fromisoformat(cell.replace("Z", "+00:00"))
+        found = datetime.fromisoformat(cell.replace("Z", "+00:00"))
+        return found if found.tzinfo is None else found.astimezone(UTC).replace(tzinfo=None)
     except ValueError:
         text.wrong(line, f"has the time {cell!r}: write it as 2021-07-26 18:42:00")
         return None

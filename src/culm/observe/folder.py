@@ -31,6 +31,7 @@ class RunFolder:
         self.out = out
         self._resumed_at = resumed_at
         self._lines: dict[str, TextIO] = {}
+        self._unsynced = False
         self._broken = False
         """A write failed and was reported: from then on lines are dropped, so that the report itself gets through."""
 
@@ -38,6 +39,11 @@ class RunFolder:
     def checkpoints(self) -> str | None:
         """Where checkpoints go."""
         return None if self.out is None else f"{self.out.rstrip('/')}/checkpoints"
+
+    @property
+    def behind(self) -> bool:
+        """Whether a URL lacks lines."""
+        return self._unsynced and self.out is not None and local(self.out) is None
 
     @cached_property
     def _storage(self) -> Storage:
@@ -87,12 +93,12 @@ class RunFolder:
         with self._explained(name):
             file.write(json.dumps(plain(fields), allow_nan=False) + "\n")
             file.flush()
+            self._unsynced = True
 
     def rewind(self, step: int) -> None:
         """The run goes back to a checkpoint: lines of the steps that are run again go."""
         if self._lines:
             self.close()
-            self._lines.clear()
             self._resumed_at = step
             self.open()
 
@@ -109,16 +115,18 @@ class RunFolder:
 
     def sync(self) -> None:
         """Put the lines where they belong, if that is a URL. Raises RunError if that fails."""
+        self._unsynced = False
         for name, file in self._lines.items():
             if self._storage.local_path(name) is None:
                 file.seek(0)
                 with self._explained(name):
                     self._storage.write(name, file.read().encode())
 
-    def close(self) -> None:
-        """The end, however it came: a run that failed has nobody to complain to."""
+    def close(self, *, sync: bool = True) -> None:
+        """The end, however it came: a run that failed has nobody to complain to. Without `sync` a URL is left alone."""
         with contextlib.suppress(RunError):
-            self.sync()
+            if sync:
+                self.sync()
         for file in self._lines.values():
             with contextlib.suppress(OSError):
                 file.close()

@@ -85,14 +85,14 @@ class Holding:
         """Memory of weights that are needed no more: new memory would cost as much as what is written to it."""
 
     def remember(self) -> None:
-        """Before a step: keep the weights that it moves, for whoever needs a tensor of the open step once more."""
+        """Before a step: keep what it moves, for whoever needs a tensor of the open step once more."""
         if self.version in self._old:
             return
-        parameters = self.state.parameters()
-        kept = self._spare or {name: torch.empty_like(value) for name, value in parameters.items()}
+        moving = {**self.state.parameters(), **self.state.moving_buffers()}
+        kept = self._spare or {name: torch.empty_like(value) for name, value in moving.items()}
         self._spare = {}
         with torch.no_grad():
-            for name, value in parameters.items():
+            for name, value in moving.items():
                 kept[name].copy_(value)
         self._old[self.version] = kept
 
@@ -123,7 +123,8 @@ class Holding:
         state = self.state
         if self.version != step:
             state = State(self.job, self.state.layers, self.state.device)
-            state.restore(Snapshot(parameters=self._old[step], buffers=self.state.whole().buffers))
+            old = self._old[step]
+            state.restore(Snapshot(parameters=old, buffers={**self.state.whole().buffers, **old}))
         made = {g: Segment(self.job, state, span) for g, span in self.spans.items()}
         for g, segment in made.items():
             segment.tapes = {key: tape for key, tape in self.segments[g].tapes.items() if key[0] == step}

@@ -316,6 +316,11 @@ class State:
         """All that are held here, those of tied groups included; not copied."""
         return {name: p.detach() for _, unit in self.units() for name, p in unit.parameters.items()}
 
+    def moving_buffers(self) -> dict[str, Tensor]:
+        """Those of layers that record statistics: a forward may use them, and a step moves them. Not copied."""
+        moving = (layer.buffers() for layer in self.layers.values() if layer.moving)
+        return {name: buffer for buffers in moving for name, buffer in buffers.items()}
+
     def whole(self) -> Snapshot:
         """All that is held here, with every tied group that touches it: enough to build the same elsewhere."""
         found = Snapshot()

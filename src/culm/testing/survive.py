@@ -7,7 +7,7 @@ import collections
 import functools
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -121,18 +121,22 @@ def differences(job: Job, run: Simulated, truth: Simulated | Trained) -> Iterato
     if run.state_sha256 != truth.state_sha256:
         apart = _first_apart(run.snapshot, truth.snapshot, 0.0)
         yield f"the state is not the same to the last bit: {apart or 'its digest differs'}"
-    if truth.losses and summary["final_loss"] != truth.losses[-1]:
+    if truth.losses and not _equal(summary["final_loss"], truth.losses[-1]):
         yield f"the final loss is {summary['final_loss']}, not {truth.losses[-1]}"
     for step, loss in run.told:
         if step < len(truth.losses) and not _equal(loss, truth.losses[step]):
             yield f"the loss of step {step} is {loss}, not {truth.losses[step]}"
-    if run.evaluations != truth.evaluations:
+    if not _all_equal(run.evaluations, truth.evaluations):
         yield f"the evaluations are {run.evaluations}, not {truth.evaluations}"
 
 
 def _equal(one: float | None, other: float | None) -> bool:
     """What is no number is equal to what is none."""
     return one == other or (one is not None and other is not None and math.isnan(one) and math.isnan(other))
+
+
+def _all_equal(some: Mapping[int, float], others: Mapping[int, float]) -> bool:
+    return some.keys() == others.keys() and all(_equal(loss, others[step]) for step, loss in some.items())
 
 
 def _first_apart(found: Snapshot, wanted: Snapshot, tolerance: float) -> str:
