@@ -187,6 +187,9 @@ class Executor:
             fresh, target = self.supply.take(step, micro)
             inputs = fresh if first else inputs
         outputs, outcome = op.segment.forward(step, micro, inputs, target)
+        if self.epoch.shadows or len(self.runners(op.action.segment)) > 1:
+            for layer in op.segment.layers:
+                layer.guard.check_weights()
         if not op.again:
             self.desk.book(step, op.action.segment, op.segment).note(micro, outcome)
             self.tapes_peak = max(self.tapes_peak, sum(len(s.tapes) for s in self.segments.values()))

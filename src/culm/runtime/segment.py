@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from culm.errors import CulmError, LayerFailed
 from culm.runtime import split, statistics
@@ -85,6 +85,7 @@ class Segment:
         """Of the last backward: to take its graph apart takes a while, in which others would wait for the gradients."""
         self.halves = False
         """Whether the last backward came in halves: then the next will, too."""
+        self._loss_guard = statistics.Guard(statistics.LOSS, job.loss) if isinstance(job.loss, nn.Module) else None
         self._loss_manner = Manner(exact=job.exact, draws=knows_outside(job.loss) or None)
         self._cast: Callable[[], AbstractContextManager[Any]] = nullcontext
         if job.precision == "bf16":
@@ -98,6 +99,8 @@ class Segment:
         """
         tape = Tape(step, micro, inputs, self._draws(step, micro))
         outcome = Outcome()
+        for layer in self.layers:
+            layer.guard.watch()
         with self._cast(), statistics.recording() as recorded:
             run = self._forward_lean if self.job.recompute else self._forward_taped
             outputs = run(tape, inputs)
@@ -207,6 +210,8 @@ class Segment:
         if self.job.recompute:
             tape.pieces.append(Piece(outputs, (), []))
         loss, outcome.weight = loss_of(self.job, outputs, target, tape.draws[-1], self._loss_manner)
+        if self._loss_guard is not None:
+            self._loss_guard.check()
         tape.pieces[-1].outputs = (loss,)
         outcome.loss = loss.detach()
         return (loss,)
