@@ -16,7 +16,7 @@ from culm.job import Job
 from culm.runtime import statistics
 from culm.runtime.blueprint import probe
 from culm.runtime.call import call_layer
-from culm.runtime.state import HeldLayer
+from culm.runtime.state import HeldLayer, build_layer
 
 from .jobs import JOBS, around, but, everything, plain
 from .layers import Dense, Frozen, Shared
@@ -350,3 +350,49 @@ def test_a_layer_gets_a_tuple_as_its_forward_names_it(kind: type[nn.Module]) -> 
     layer = HeldLayer(plain, 0, kind(), {})
     (made,) = call_layer(layer, (torch.ones(2), torch.ones(2)), 0)
     assert made.tolist() == [2.0, 2.0]
+
+
+def shared() -> list[nn.Module]:
+    """Two layers with one weight."""
+    first, second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    second.weight = first.weight
+    return [first, second]
+
+
+def test_a_parameter_that_modules_share_has_to_be_named() -> None:
+    layers = shared()
+    with pytest.raises(
+        JobError, match=r"one parameter as '0\.weight' and '1\.weight': add \('0\.weight', '1\.weight'\)"
+    ):
+        but(layers=layers)
+    assert but(layers=layers, tied=[("1.weight", "0.weight")])
+
+
+def test_a_hook_that_copies_of_a_module_would_lack_is_refused() -> None:
+    layer = nn.Linear(WIDTH, 3)
+    layer.weight.register_hook(lambda gradient: gradient * 0)
+    with pytest.raises(JobError, match=r"Job\.layers\[0\] has a hook on its parameter 'weight', which copies"):
+        but(layers=[layer])
+
+
+def test_a_model_is_no_list_of_layers() -> None:
+    with pytest.raises(JobError, match=r"Job\.layers is a Sequential: pass a list .* as list\(model\)"):
+        but(layers=nn.Sequential(nn.Linear(WIDTH, 3)))
+
+
+def test_a_factory_that_gives_out_one_module_gives_each_holder_its_own() -> None:
+    module = nn.Linear(WIDTH, 3)
+    for layers in ([lambda: module], [lambda: nn.Sequential(module)]):
+        one, other = (next(build_layer(but(layers=layers), 0).parameters()) for _ in range(2))
+        assert torch.equal(one, module.weight)
+        assert len({one.data_ptr(), other.data_ptr(), module.weight.data_ptr()}) == 3
+
+
+def test_a_factory_that_makes_a_module_is_not_copied_from() -> None:
+    made: list[nn.Module] = []
+
+    def make() -> nn.Module:
+        made.append(nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, 3).double()))
+        return made[-1]
+
+    assert build_layer(but(layers=[make]), 0) is made[0]

@@ -10,13 +10,14 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from culm.errors import JobError
 from culm.runtime import statistics
@@ -386,10 +387,21 @@ def build_layer(job: Job, index: int) -> nn.Module:
     if isinstance(source, nn.Module):
         return copy.deepcopy(source)
     seed_everything(key(job.seed, "init", index))
-    made = source()
+    made, fresh = _made(source)
     if not isinstance(made, nn.Module):
         raise JobError(f"Job.layers[{index}] made a {type(made).__name__}: a factory returns a torch.nn.Module")
-    return made
+    return made if fresh.issuperset(map(id, made.parameters())) else copy.deepcopy(made)
+
+
+def _made(source: Callable[[], nn.Module]) -> tuple[nn.Module, set[int]]:
+    """What a factory made, and which parameters are new. Those that were there before (`lambda: module`) may be given
+    out again, to another holder in this process."""
+    fresh: list[nn.Parameter | None] = []
+    noting = register_module_parameter_registration_hook(lambda _, __, parameter: fresh.append(parameter))
+    try:
+        return source(), set(map(id, fresh))
+    finally:
+        noting.remove()
 
 
 def named_parameter(module: nn.Module, name: str) -> nn.Parameter:
