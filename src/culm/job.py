@@ -126,6 +126,7 @@ def check(job: Job) -> None:
     ):
         raise JobError(f"Job.clip_norm is {job.clip_norm!r}: use a number above 0, or None for no clipping")
     _tied(job.tied, len(job.layers))
+    _parameters(job.layers, job.tied)
     if job.init is not None and not Path(job.init).is_file():
         raise JobError(f"Job.init is {job.init!r}: there is no such file on this machine")
 
@@ -145,16 +146,41 @@ def _indivisible(batch: int, micro: int) -> str:
 
 
 def _layers(layers: object) -> None:
-    if not isinstance(layers, Sequence) or not layers:
-        raise JobError("Job.layers is empty or not a list: pass at least one module or factory")
+    if not isinstance(layers, Sequence):
+        raise JobError(f"Job.layers is a {type(layers).__name__}: pass a list of modules or factories, as list(model)")
+    if not layers:
+        raise JobError("Job.layers is empty: pass at least one module or factory")
     for index, layer in enumerate(layers):
         if not callable(layer):
             raise JobError(f"Job.layers[{index}] is {layer!r}: use a module, or a function that returns one")
-    modules = [id(layer) for layer in layers if hasattr(layer, "state_dict") and not isinstance(layer, type)]
+    modules = [id(layer) for layer in layers if _is_module(layer)]
     if len(set(modules)) != len(modules):
         raise JobError(
             "Job.layers holds one module twice: pass a factory for each layer, and name shared parameters in Job.tied"
         )
+
+
+def _is_module(layer: object) -> bool:
+    return hasattr(layer, "named_parameters") and not isinstance(layer, type)
+
+
+def _parameters(layers: Sequence[Any], tied: Sequence[Sequence[str]]) -> None:
+    """Of layers that are modules: nodes compute with copies, which know neither each other nor what hung on them."""
+    groups = {name: number for number, group in enumerate(tied) for name in group}
+    first: dict[int, str] = {}
+    for index, layer in enumerate(layers):
+        for own, parameter in layer.named_parameters() if _is_module(layer) else ():
+            name = f"{index}.{own}"
+            other = first.setdefault(id(parameter), name)
+            if other != name and groups.get(other, other) != groups.get(name, name):
+                raise JobError(
+                    f"Job.layers has one parameter as {other!r} and {name!r}: add ({other!r}, {name!r}) to Job.tied"
+                )
+            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+                raise JobError(
+                    f"Job.layers[{index}] has a hook on its parameter {own!r}, which copies of the module lack: "
+                    "pass a function that makes the layer with its hook"
+                )
 
 
 def _data(field: str, data: object) -> None:

@@ -16,8 +16,10 @@ from culm.models.gpt import gpt, gpt_loss, gpt_tied
 
 from . import quiet
 from .layers import (
+    Activated,
     Chance,
     Dense,
+    Forces,
     Frozen,
     HalfFrozen,
     Ignoring,
@@ -30,14 +32,17 @@ from .layers import (
     Sometimes,
     Stochastic,
     Tracked,
+    Turned,
     Twice,
 )
 from .samples import (
     WIDTH,
+    Clearing,
     Named,
     Noisy,
     Points,
     Ragged,
+    Rebinding,
     Short,
     Tokens,
     adamw,
@@ -45,6 +50,7 @@ from .samples import (
     by_label,
     by_name,
     drawing,
+    fused,
     halves,
     in_place,
     jitter,
@@ -72,6 +78,7 @@ from .sequences import (
     Repeated,
     Shifted,
     Signal,
+    Silent,
     Sliced,
     Speak,
     Spectrum,
@@ -155,6 +162,13 @@ JOBS: Mapping[str, Job] = MappingProxyType(
         ),
         "tied inside a layer": around(Twice, tied=[("1.first", "1.second")]),
         "tied and shared": around(Shared, Dense, tied=[("1.up.weight", "2.linear.weight")]),
+        "tied and frozen": but(words, layers=[Silent, Dense, Speak], tied=[("0.table.weight", "2.head.weight")]),
+        "tied, in other memory": but(
+            words, layers=[Words, Dense, Speak], tied=[("0.table.weight", "2.head.weight")], optimizer=Rebinding
+        ),
+        "gradients taken away": but(optimizer=Clearing),
+        "turned weight, fused": around(Turned, Turned, optimizer=fused),
+        "gradients in forward": but(layers=[Forces, Forces, *dense(2)]),
         "bf16": around(Residual, Residual, precision="bf16"),
         "bf16 recompute": around(Residual, Residual, precision="bf16", recompute=True),
         "recompute": but(layers=dense(dropout=0.3), recompute=True),
@@ -162,6 +176,11 @@ JOBS: Mapping[str, Job] = MappingProxyType(
         "batch norm recompute": around(Normed, Normed, global_batch=15, micro_batch=3, recompute=True),
         "batch norm twice": around(NormedTwice, partial(NormedTwice, None), global_batch=15, micro_batch=3),
         "stochastic depth": around(Stochastic, partial(Stochastic, None), global_batch=15, micro_batch=3),
+        "batch norm of one's own": around(partial(Activated, WIDTH), global_batch=15, micro_batch=3),
+        "instance norm": but(
+            sequences,
+            layers=[Dense, partial(nn.InstanceNorm1d, 4, track_running_stats=True), Pooled, partial(Dense, WIDTH, 3)],
+        ),
         "own statistics": around(Tracked, Tracked),
         "weights as tensors": words,
         "weights as floats": but(loss=by_label, clip_norm=0.1),

@@ -107,6 +107,37 @@ class Normed(nn.Module):
         return out
 
 
+class Activated(nn.BatchNorm1d):
+    """A batch norm of one's own: it does more than its name says."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return torch.relu(super().forward(input))
+
+
+class Forces(nn.Module):
+    """Takes a gradient in its forward, and of a leaf of its own where its input has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        at = x if x.requires_grad else x.detach().requires_grad_()
+        (force,) = torch.autograd.grad(torch.tanh(self.linear(at)).square().sum(), at, create_graph=True)
+        return force
+
+
+class Turned(nn.Module):
+    """A weight whose rows do not lie in one piece."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH).t() / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
 class NormedTwice(Normed):
     """One batch norm, called twice."""
 

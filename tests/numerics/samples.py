@@ -145,6 +145,32 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
 
 
+def fused(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01, fused=True)
+
+
+class Clearing(torch.optim.SGD):
+    """Takes the gradients away when it is done with them."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, lr=0.1)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.zero_grad()
+
+
+class Rebinding(torch.optim.SGD):
+    """Gives its parameters other memory in place of writing into what they have."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, lr=0.1)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data = parameter.data - self.param_groups[0]["lr"] * parameter.grad
+
+
 def warm(step: int) -> float:
     return (step + 1) / 3
 

@@ -99,6 +99,14 @@ class Words(nn.Module):
         return out
 
 
+class Silent(Words):
+    """Words that do not train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+
+
 class Mixed(nn.Module):
     """Goes through a table of the embedding's shape in the middle of the model."""
 

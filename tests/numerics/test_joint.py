@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from culm.runtime.joint import Joint, joined
 from culm.runtime.state import State, Unit
 
-from .jobs import plain
+from .jobs import JOBS, plain
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
@@ -122,3 +122,15 @@ def test_state_that_is_restored_is_gone_on_from_before_the_first_step_and_after(
         gradients(each, 5)
         each.step(1.0)
     assert donor.digests(range(3)) == fresh.digests(range(3)) == used.digests(range(3))
+
+
+def test_state_out_of_a_file_is_gone_on_from_also_where_a_weight_does_not_lie_as_there() -> None:
+    job = JOBS["turned weight, fused"]
+    donor, fresh = (State(job, range(len(job.layers))) for _ in range(2))
+    gradients(donor, 0)
+    donor.step(1.0)
+    fresh.restore_named({name: value.contiguous() for name, value in donor.snapshot().tensors.items()}, {})
+    for each in (donor, fresh):
+        gradients(each, 1)
+        each.step(1.0)
+    assert donor.digests(donor.layers) == fresh.digests(fresh.layers)

@@ -99,6 +99,11 @@ def both(job: Job) -> tuple[Trained, Looped]:
         torch.set_num_threads(before)
 
 
+class Wide(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.double()
+
+
 EVEN: dict[str, Any] = {"global_batch": 8, "micro_batch": 2}
 """M = 4, a power of two: dividing before the sum and dividing after it are the same."""
 Linear = partial(nn.Linear, WIDTH, WIDTH)
@@ -116,6 +121,12 @@ SAME = {
     "GPT in bf16": but(tiny_gpt, precision="bf16", optimizer=sgd),
     "one weight twice": JOBS["one weight twice"],
     "attention": JOBS["attention"],
+    "gradients taken away": JOBS["gradients taken away"],
+    "gradients in forward": JOBS["gradients in forward"],
+    "turned weight, fused": JOBS["turned weight, fused"],
+    "float64, clipped": but(
+        layers=[Wide, *[partial(nn.Linear, WIDTH, WIDTH, dtype=torch.float64)] * 2], clip_norm=0.05
+    ),
     "in place": but(
         layers=[Linear, partial(nn.ReLU, inplace=True), Linear, partial(nn.Dropout, 0.2, inplace=True), Dense]
     ),
@@ -151,6 +162,10 @@ CLOSE = {
     "batch norm, recomputed": but(JOBS["batch norm recompute"], optimizer=sgd),
     "batch norm, passed twice": but(JOBS["batch norm twice"], optimizer=sgd),
     "batch norm, passed by": but(JOBS["stochastic depth"], optimizer=sgd),
+    "batch norm of one's own": but(JOBS["batch norm of one's own"], optimizer=sgd),
+    "instance norm": but(JOBS["instance norm"], optimizer=sgd),
+    "tied and frozen": JOBS["tied and frozen"],
+    "tied, in other memory": JOBS["tied, in other memory"],
     "views": but(JOBS["views"], optimizer=sgd),
     "complex": but(JOBS["complex"], optimizer=sgd),
     "a layer that stops the gradient": but(around(Dense, Dense), optimizer=sgd),

@@ -330,3 +330,79 @@ def test_code_of_the_user_that_raises_is_named() -> None:
     for schedule in ("1f1b", "zb"):
         with pytest.raises(LayerFailed, match=r"the backward of layer 2 \(OneWay\).* raised ValueError: not backwards"):
             simulate(around(Dense, OneWay), stages=2, schedule=schedule, cuts=(2,), strategy="none")
+
+
+class Clamped(Dense):
+    """Keeps its weights within bounds, in its forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.linear.weight.clamp_(-0.2, 0.2)
+        return super().forward(x)
+
+
+def test_weights_that_move_in_forward_are_refused_where_others_hold_them_too() -> None:
+    job = around(Clamped)
+    assert simulate(job, stages=2, strategy="none").state_sha256 == reference(job).state_sha256
+    shapes: list[dict[str, Any]] = [{"pipelines": 2, "strategy": "none"}, {"stages": 2, "strategy": "shadow"}]
+    for shape in shapes:
+        with pytest.raises(JobError, match=r"Job\.layers\[1\] moves its parameter 'linear\.weight' in forward, which"):
+            simulate(job, **shape)
+
+
+class Unnoted(nn.Module):
+    """Batch norm as a function: torch's kernel moves the buffers, and leaves no note of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("variance", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.batch_norm(x, self.mean, self.variance, training=True)  # type: ignore[arg-type]
+
+
+def test_buffers_that_move_without_a_note_are_refused_too() -> None:
+    for run in (simulate, reference):
+        with pytest.raises(JobError, match=r"Job\.layers\[1\] moves its buffer 'mean' in forward"):
+            run(around(Unnoted))
+
+
+class Remembering(nn.Module):
+    """A loss that counts how often it was asked."""
+
+    asked: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("asked", torch.tensor(0))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.asked += 1
+        return nn.functional.cross_entropy(output, target)
+
+
+def test_a_loss_whose_buffers_move_is_refused() -> None:
+    with pytest.raises(JobError, match=r"Job\.loss moves its buffer 'asked', which other workers would not see"):
+        simulate(but(loss=Remembering()))
+
+
+def at_times(output: Tensor, target: Tensor) -> Any:
+    made = nn.functional.cross_entropy(output, target)
+    return made if int(target[0]) else (made, 2.0)
+
+
+def test_a_loss_that_returns_weights_at_times_is_refused() -> None:
+    with pytest.raises(LayerFailed, match=r"the loss returned a mean at first, and \(sum, weight\) in step 0"):
+        simulate(but(loss=at_times, seed=1))
+
+
+class Stuck(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        raise ValueError("no way")
+
+
+def test_an_optimizer_that_can_not_step_is_named() -> None:
+    for run in (simulate, reference):
+        with pytest.raises(LayerFailed, match=r"the step of Job\.optimizer \(Stuck\) raised ValueError: no way"):
+            run(but(optimizer=partial(Stuck, lr=0.1)))

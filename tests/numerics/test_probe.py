@@ -16,12 +16,13 @@ from culm.job import Job
 from culm.runtime import statistics
 from culm.runtime.blueprint import probe
 from culm.runtime.call import call_layer
-from culm.runtime.state import HeldLayer
+from culm.runtime.state import HeldLayer, build_layer
 
 from .jobs import JOBS, around, but, everything, plain
 from .layers import Dense, Frozen, Shared
 from .samples import WIDTH, Points, mean
 from .sequences import Words
+from .tuples import Doubled
 
 
 def vector(output: Tensor, target: Tensor) -> Tensor:
@@ -101,6 +102,37 @@ class TwoTypes(nn.Module):
         return x * self.a + self.b.float()
 
 
+class Sparse(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to_sparse()
+
+
+class Masked(Dense):
+    """What comes with the first argument is there at times."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return super().forward(x) if mask is None else super().forward(x) * mask
+
+
+class Scaled(nn.Module):
+    """A loss that would have to be trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return mean(output * self.scale, target)
+
+
+def talkative(output: Tensor, target: Tensor) -> Any:
+    return mean(output, target), {"accuracy": 0.5}
+
+
+def complex_loss(output: Tensor, target: Tensor) -> Tensor:
+    return mean(output, target) * 1j
+
+
 class Broken(Points):
     def __getitem__(self, index: int) -> Any:
         raise OSError("the disk is gone")
@@ -149,13 +181,19 @@ REFUSED: dict[str, tuple[Job, str]] = {
     "a number for a loss": (but(loss=number), r"Job\.loss returned a float: return a scalar mean"),
     "a vector for a weight": (but(loss=uneven), r"Job\.loss returned a weight of shape \(2,\): return one number"),
     "a loss that raises": (but(loss=raising), r"the layers do not run: the loss raised KeyError: 'no such label'"),
+    "a dictionary for a weight": (but(loss=talkative), r"Job\.loss returned a dict as its weight: return a scalar"),
+    "a complex loss": (but(loss=complex_loss), r"Job\.loss returned a complex number: return a real one"),
+    "a loss with parameters": (
+        but(loss=Scaled()),
+        r"Job\.loss computes with a trainable parameter of shape \(3,\) .*: make it part of a layer, or freeze it",
+    ),
     "nothing to train": (but(layers=[Frozen, Frozen], loss=mean), r"Job\.loss does not depend on any trainable"),
     "a constant loss": (but(loss=constant), r"Job\.loss does not depend on any trainable parameter"),
     "a moving buffer": (around(Counting), r"Job\.layers\[1\] moves its buffer 'seen' in forward: call .*record\(\)"),
     "a buffer set anew": (around(partial(Counting, anew=True)), r"Job\.layers\[1\] moves its buffer 'seen'"),
-    "running statistics of an instance norm": (
-        but(layers=[lambda: nn.InstanceNorm1d(4, track_running_stats=True), nn.Flatten], data=Points(4, WIDTH)),
-        r"Job\.layers\[0\] moves its buffer 'running_mean'",
+    "a buffer of a spectral norm": (
+        around(lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))),
+        r"Job\.layers\[1\] moves its buffer 'parametrizations\.weight\.0\._u'",
     ),
     "statistics that are not recorded": (
         around(Silent),
@@ -170,6 +208,18 @@ REFUSED: dict[str, tuple[Job, str]] = {
     ),
     "two types in a layer": (around(TwoTypes), r"Job\.layers\[1\] trains parameters of types float32, float64"),
     "a lazy layer": (around(partial(nn.LazyLinear, WIDTH)), r"Job\.layers\[1\] is lazy, '1\.weight' has no shape yet"),
+    "a lazy batch norm": (
+        around(partial(nn.LazyBatchNorm1d, affine=False)),
+        r"Job\.layers\[1\] is lazy, '1\.running_mean' has no shape yet",
+    ),
+    "a sparse tensor between layers": (
+        around(Sparse, Dense),
+        r"the output of layer 1 \(Sparse\) is sparse_coo float32: hand dense tensors from layer to layer",
+    ),
+    "several tensors for the first argument": (
+        around(Doubled, Masked),
+        r"layer 2 \(Masked\) raised TypeError on input .* as one tuple \(forward gets several arguments if",
+    ),
     "a tied name that is not there": (
         but(tied=[("0.linear.weight", "1.linear.wait")]),
         r"Job\.tied names '1\.linear\.wait', which layer 1 does not have: it has linear\.weight, linear\.bias",
@@ -183,6 +233,10 @@ REFUSED: dict[str, tuple[Job, str]] = {
         r"Job\.tied joins parameters of different shapes \(0\.linear\.weight \(6, 6\), 4\.linear\.weight \(3, 6\)\)",
     ),
     "no optimizer": (but(optimizer=no_optimizer), r"Job\.optimizer returned a NoneType: return a torch\.optim"),
+    "an optimizer with a closure": (
+        but(optimizer=torch.optim.LBFGS),
+        r"Job\.optimizer returned a LBFGS: gradients are dense and the loss is computed once a step",
+    ),
     "an optimizer that raises": (but(optimizer=bad_optimizer), r"Job\.optimizer raised ValueError: lr must be above 0"),
     "no module": (around(no_module), r"Job\.layers\[1\] made a int: a factory returns a torch\.nn\.Module"),
     "a factory that raises": (
@@ -296,3 +350,49 @@ def test_a_layer_gets_a_tuple_as_its_forward_names_it(kind: type[nn.Module]) -> 
     layer = HeldLayer(plain, 0, kind(), {})
     (made,) = call_layer(layer, (torch.ones(2), torch.ones(2)), 0)
     assert made.tolist() == [2.0, 2.0]
+
+
+def shared() -> list[nn.Module]:
+    """Two layers with one weight."""
+    first, second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    second.weight = first.weight
+    return [first, second]
+
+
+def test_a_parameter_that_modules_share_has_to_be_named() -> None:
+    layers = shared()
+    with pytest.raises(
+        JobError, match=r"one parameter as '0\.weight' and '1\.weight': add \('0\.weight', '1\.weight'\)"
+    ):
+        but(layers=layers)
+    assert but(layers=layers, tied=[("1.weight", "0.weight")])
+
+
+def test_a_hook_that_copies_of_a_module_would_lack_is_refused() -> None:
+    layer = nn.Linear(WIDTH, 3)
+    layer.weight.register_hook(lambda gradient: gradient * 0)
+    with pytest.raises(JobError, match=r"Job\.layers\[0\] has a hook on its parameter 'weight', which copies"):
+        but(layers=[layer])
+
+
+def test_a_model_is_no_list_of_layers() -> None:
+    with pytest.raises(JobError, match=r"Job\.layers is a Sequential: pass a list .* as list\(model\)"):
+        but(layers=nn.Sequential(nn.Linear(WIDTH, 3)))
+
+
+def test_a_factory_that_gives_out_one_module_gives_each_holder_its_own() -> None:
+    module = nn.Linear(WIDTH, 3)
+    for layers in ([lambda: module], [lambda: nn.Sequential(module)]):
+        one, other = (next(build_layer(but(layers=layers), 0).parameters()) for _ in range(2))
+        assert torch.equal(one, module.weight)
+        assert len({one.data_ptr(), other.data_ptr(), module.weight.data_ptr()}) == 3
+
+
+def test_a_factory_that_makes_a_module_is_not_copied_from() -> None:
+    made: list[nn.Module] = []
+
+    def make() -> nn.Module:
+        made.append(nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, 3).double()))
+        return made[-1]
+
+    assert build_layer(but(layers=[make]), 0) is made[0]

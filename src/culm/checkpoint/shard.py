@@ -38,6 +38,7 @@ _DTYPES = {
     torch.uint16: "U16",
     torch.uint8: "U8",
     torch.bool: "BOOL",
+    torch.complex64: "C64",
 }
 
 _METADATA = {"format": "pt"}
@@ -81,7 +82,9 @@ def sha256(data: bytes | memoryview) -> str:
 def _check(name: str, tensor: Tensor) -> None:
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.dtype not in _DTYPES:
         kind = "has no data (meta)" if tensor.is_meta else f"is {tensor.layout} {tensor.dtype}"
-        raise CheckpointError(f"tensor {name} {kind}: a checkpoint holds dense tensors of floats, integers or bool")
+        raise CheckpointError(
+            f"tensor {name} {kind}: a checkpoint holds dense tensors of floats, integers, bool or complex64"
+        )
 
 
 def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytearray:

@@ -50,8 +50,7 @@ class Accumulator:
     @functools.cached_property
     def _views(self) -> list[Tensor]:
         """The gradient, by parameter."""
-        pieces = zip(self._split(self.gradient), self.parameters, strict=True)
-        return [piece.view(parameter.shape) for piece, parameter in pieces]
+        return [laid(piece, p) for piece, p in zip(self._split(self.gradient), self.parameters, strict=True)]
 
     def _split(self, flat: Tensor) -> Sequence[Tensor]:
         pieces: Sequence[Tensor] = flat.split([p.numel() for p in self.parameters])
@@ -81,7 +80,7 @@ class Accumulator:
     def _found(self) -> list[tuple[Tensor, Tensor]]:
         """Pieces of the sum, and the gradients that go there. Those of a small layer go together: with few elements a
         call costs more than what it does."""
-        found = [None if p.grad is None else _flat(p.grad) for p in self.parameters]
+        found = [None if p.grad is None else _flat(p.grad, p) for p in self.parameters]
         there = [gradient for gradient in found if gradient is not None]
         if there and len(there) == len(found) and self.total.numel() <= _BLOCK:
             return [(self.total, torch.cat(there))]
@@ -109,12 +108,14 @@ class Accumulator:
             self.attach()
 
     def clear(self) -> None:
-        """Empty, for the next step."""
+        """Empty, for the next step. An optimizer may have taken `.grad` away in its own."""
         self.total.zero_()
         self.bound = 0
         self.finite = True
         if self.exact:
             self.detach()
+        else:
+            self.attach()
 
 
 def finish(gradient: Tensor, total: Tensor, bound: int, divisor: float, label: str) -> None:
@@ -137,10 +138,22 @@ def _blocks(values: Tensor) -> Sequence[Tensor]:
     return values.split(_BLOCK) if values.numel() > _BLOCK else (values,)
 
 
-def _flat(gradient: Tensor) -> Tensor:
-    """Also of an embedding whose gradient is sparse."""
+def laid(flat: Tensor, parameter: Tensor) -> Tensor:
+    """A view of a flat gradient that lies as the parameter does, as torch's own would: fused optimizers go through the
+    memory of both side by side."""
+    if parameter.is_contiguous():
+        return flat.view(parameter.shape)
+    return flat.as_strided(parameter.shape, torch.empty_like(parameter, device="meta").stride(), flat.storage_offset())
+
+
+def _flat(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """In the order in which the parameter lies. Also of an embedding whose gradient is sparse."""
     dense = gradient.detach() if gradient.layout is torch.strided else gradient.detach().to_dense()
-    return dense.reshape(-1)
+    if parameter.is_contiguous():
+        return dense.reshape(-1)
+    flat = torch.empty(dense.numel(), dtype=dense.dtype, device=dense.device)
+    laid(flat, parameter).copy_(dense)
+    return flat
 
 
 def _largest(values: Tensor) -> float:

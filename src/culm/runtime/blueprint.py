@@ -44,6 +44,20 @@ class Blueprint:
     """The loss returns (sum, weight)."""
 
 
+class _Untracked(nullcontext[None]):
+    """Stands for torch's tracker of modules, which breaks off where a forward takes a gradient itself."""
+
+    parents = ("Global",)
+
+
+class _Flops(FlopCounterMode):
+    """Counts over all, not by module."""
+
+    def __init__(self) -> None:
+        super().__init__(display=False)
+        self.mod_tracker: Any = _Untracked()
+
+
 def probe(job: Job) -> Blueprint:
     """Look at every layer. Raises JobError, naming the field, for layers, data, tied names or a loss that are wrong."""
     device = torch.device("cpu")
@@ -88,6 +102,7 @@ def _look(job: Job, values: Values, target: Any) -> Blueprint:
         raise JobError(f"the layers do not run: {error}") from error
     if not loss.requires_grad:
         raise JobError("Job.loss does not depend on any trainable parameter: there is nothing to train")
+    _check_loss_alone(loss)
     _check_tied(job, shapes)
     if job.init is not None:
         check_initial(job, wanted)
@@ -95,6 +110,24 @@ def _look(job: Job, values: Values, target: Any) -> Blueprint:
         layers=tuple(costs), device="cpu", micro_batch=job.micro_batch, threads=job.threads, source="estimated"
     )
     return Blueprint(profile, weighted=weight is not None)
+
+
+def _check_loss_alone(loss: Tensor) -> None:
+    """Raises JobError if parameters other than the layers' own would get gradients. The layers are copies of what the
+    job has, cut off from the loss here: a parameter below it is not one of theirs."""
+    todo = [loss.grad_fn]
+    seen = set(todo)
+    while todo:
+        node = todo.pop()
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, torch.nn.Parameter):
+            raise JobError(
+                f"Job.loss computes with a trainable parameter of shape {tuple(leaf.shape)} that the last layer does "
+                "not hand to it, and does not train it: make it part of a layer, or freeze it by requires_grad_(False)"
+            )
+        below = {child for child, _ in node.next_functions if child is not None} - seen if node is not None else set()
+        seen |= below
+        todo += below
 
 
 def _built(job: Job, index: int) -> HeldLayer:
@@ -114,12 +147,17 @@ def _run(job: Job, layer: HeldLayer, values: Values) -> tuple[Values, LayerCost]
         saved += 0 if isinstance(tensor, torch.nn.Parameter) else tensor.nbytes
         return tensor
 
+    layer.guard.watch()
     with (
-        FlopCounterMode(display=False) as flops,
+        _Flops() as flops,
         torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
         statistics.recording() as recorded,
     ):
         outputs = call_layer(layer, values, key(job.seed, 0, 0, layer.index))
+    for output in outputs:
+        if output.layout is not torch.strided:
+            kind = f"{output.layout} {output.dtype}".replace("torch.", "")
+            raise JobError(f"the output of {layer.label} is {kind}: hand dense tensors from layer to layer")
     layer.guard.check()
     statistics.collect(layer.moving, recorded)
     on_cpu = device_of(job).type == "cpu"

@@ -6,7 +6,7 @@ numbers lie, and on the wire they lie in one piece. A layer may write into its i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 import torch
 from torch import Tensor
@@ -103,14 +103,16 @@ def call_layer(layer: HeldLayer, values: Values, draw: int) -> Values:
     """One layer's forward, with its own randomness; an exception of the user's code names the layer."""
     layer.manner.seed(draw)
     lent = layer.manner.lend(values)
+    several = len(lent) > 1
     try:
-        several = len(lent) > 1
         made = layer.module(*lent) if several and layer.unpacks else layer.module(lent if several else lent[0])
     except CulmError:
         raise
     except (Exception, SystemExit) as error:
         shapes = ", ".join(f"{tuple(v.shape)} {str(v.dtype).removeprefix('torch.')}" for v in values)
-        raise LayerFailed(f"{layer.label} raised {type(error).__name__} on input {shapes}: {error}") from error
+        how = " as one tuple (forward gets several arguments if it names them without defaults)"
+        how = how if several and not layer.unpacks else ""
+        raise LayerFailed(f"{layer.label} raised {type(error).__name__} on input {shapes}{how}: {error}") from error
     if layer.manner.learns and layer.module.training:
         layer.manner.learn(lent)
     return pack(made, f"the output of {layer.label}") if not isinstance(made, Tensor) else (made,)
@@ -134,8 +136,16 @@ def loss_of(
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise JobError(f"Job.loss returned {shape}: return a scalar mean, or (sum, weight)")
+    if loss.is_complex():
+        raise JobError("Job.loss returned a complex number: return a real one, such as its absolute value")
+    return loss if loss.ndim == 0 else loss.reshape(()), _checked_weight(weight)
+
+
+def _checked_weight(weight: Any) -> Tensor | float | None:
     if isinstance(weight, Tensor):
         if weight.numel() != 1:
             raise JobError(f"Job.loss returned a weight of shape {tuple(weight.shape)}: return one number for all")
-        weight = weight.detach()
-    return loss if loss.ndim == 0 else loss.reshape(()), weight
+        return weight.detach()
+    if weight is None or isinstance(weight, SupportsFloat):
+        return weight if weight is None else float(weight)
+    raise JobError(f"Job.loss returned a {type(weight).__name__} as its weight: return a scalar mean, or (sum, weight)")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from culm.errors import LayerFailed
 from culm.runtime.desk import Closed
 from culm.runtime.state import layer_of
 from culm.runtime.update import (
@@ -31,7 +32,7 @@ from culm.transport.base import Key
 if TYPE_CHECKING:
     from culm.runtime.desk import Holding
     from culm.runtime.executor import Executor
-    from culm.runtime.state import TiedGroup
+    from culm.runtime.state import HeldLayer, TiedGroup
 
 
 class Closing:
@@ -61,7 +62,8 @@ class Closing:
             self._load_sums(step, holding)
         self._tell_tied(step, told)
         for holding in holdings:
-            for group in holding.state.tied.values():  # before the sums of the layers, which are divided in place
+            # before the sums of the layers, which are divided in place
+            for group in (group for group in holding.state.tied.values() if group.trains):
                 await self._finish_tied(step, group, divisor)
             open_step.loaded -= set(holding.segments)
             finish_layers(holding.state.layers.values(), divisor)
@@ -120,6 +122,10 @@ class Closing:
             settled = open_step.settled.get(self.last)
             divisor = float(self.job.micro_batches - len(self.epoch.drops(step)))
             if settled is not None:
+                if not self.epoch.weighted and settled.weight_sum != divisor:
+                    raise LayerFailed(
+                        f"the loss returned a mean at first, and (sum, weight) in step {step}: always return the same"
+                    )
                 open_step.totals = settled.loss_sum, settled.weight_sum if self.epoch.weighted else divisor
             elif not self.asks_totals:
                 return 0.0, divisor
@@ -165,14 +171,13 @@ class Closing:
         for names in self.job.tied:
             for name in names:
                 g = self._segment_of(layer_of(name))
-                if self._speaks(step, g):
+                if self._speaks(step, g) and name in self._layer(name, g).trained:
                     total, bound = self._own_sum(step, name, g)
                     self._tell(step, f"tied {name}", [total, bound], self._sharers(step, names, g, told))
 
     def _own_sum(self, step: int, name: str, g: int) -> tuple[Tensor, Tensor]:
         """The complete sum of one parameter and its bound, as they were before anything was divided."""
-        holding = self.desk.holdings[g % self.plan.stages]
-        layer = holding.state.layers[layer_of(name)]
+        holding, layer = self.desk.holdings[g % self.plan.stages], self._layer(name, g)
         total = self.desk.step(step).sums.get(g)
         if total is None:
             copy = layer.sums()[name].detach().to("cpu", copy=True)  # it is cleared before the frame may have left
@@ -181,6 +186,9 @@ class Closing:
         sizes = [p.numel() for p in layer.trained.values()]
         own = dict(zip(layer.trained, total.totals[trained.index(layer)].split(sizes), strict=True))[name]
         return own, torch.tensor([self.desk.step(step).settled[g].bounds[layer.index]])
+
+    def _layer(self, name: str, g: int) -> HeldLayer:
+        return self.desk.holdings[g % self.plan.stages].state.layers[layer_of(name)]
 
     async def _finish_tied(self, step: int, group: TiedGroup, divisor: float) -> None:
         sums, bounds = [], []

@@ -173,5 +173,5 @@ def pack(value: Any, what: str) -> Values:
 
 def _kind(value: Any) -> str:
     if isinstance(value, (tuple, list)):
-        return f"{type(value).__name__} of ({', '.join(type(item).__name__ for item in value)})"
-    return type(value).__name__
+        return f"{type(value).__name__} of ({', '.join(map(_kind, value))})"
+    return "Tensor" if isinstance(value, Tensor) else type(value).__name__

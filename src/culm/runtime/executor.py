@@ -49,6 +49,8 @@ class Executor:
         self.plan = Plan.from_text(epoch.plan)
         self.segments = self._run_here(self.plan.stages_of(slot))
         self.program = compiled(self.plan, epoch, slot, self.segments)
+        self._shared = {g for g in range(self.plan.segments) if epoch.shadows or len(self.runners(g)) > 1}
+        """Segments whose layers others hold, too."""
         self.supply = Supply(job, desk.device, clock, _fed(self.program))
         self.summing = Summing(epoch, slot, self.plan, desk, transport, clock)
         self.wiring = Wiring(epoch.recovery, self.plan.segments)
@@ -187,6 +189,9 @@ class Executor:
             fresh, target = self.supply.take(step, micro)
             inputs = fresh if first else inputs
         outputs, outcome = op.segment.forward(step, micro, inputs, target, halves=op.halves)
+        if op.action.segment in self._shared:
+            for layer in op.segment.layers:
+                layer.guard.check_weights()
         if not op.again:
             self.desk.book(step, op.action.segment, op.segment).note(micro, outcome)
             self.tapes_peak = max(self.tapes_peak, sum(len(s.tapes) for s in self.segments.values()))

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from culm.errors import LayerFailed
+
 if TYPE_CHECKING:
     from culm.runtime.state import Unit
 
@@ -53,7 +55,16 @@ class Joint:
     def step(self, factor: float) -> None:
         for group, base in zip(self.optimizer.param_groups, self._base, strict=True):
             group["lr"] = base * factor
-        self.optimizer.step()
+        step_of(self.optimizer)
+
+
+def step_of(optimizer: Optimizer) -> None:
+    """One step on the gradients that lie in `.grad`. Raises LayerFailed if the optimizer can not make it."""
+    try:
+        optimizer.step()
+    except (Exception, SystemExit) as error:
+        name, kind = type(optimizer).__name__, type(error).__name__
+        raise LayerFailed(f"the step of Job.optimizer ({name}) raised {kind}: {error}") from error
 
 
 def _plain(optimizer: Optimizer) -> bool:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from culm.errors import CulmError, LayerFailed
 from culm.runtime import split, statistics
@@ -83,6 +83,7 @@ class Segment:
         """Statistics of some micro-batch, once one has run: all have the same shapes."""
         self.spent: Tape | None = None
         """Of the last backward: to take its graph apart takes a while, in which others would wait for the gradients."""
+        self._loss_guard = statistics.Guard(statistics.LOSS, job.loss) if isinstance(job.loss, nn.Module) else None
         self._loss_manner = Manner(exact=job.exact, draws=knows_outside(job.loss) or None)
         self._cast: Callable[[], AbstractContextManager[Any]] = nullcontext
         if job.precision == "bf16":
@@ -99,6 +100,8 @@ class Segment:
         """
         tape = Tape(step, micro, inputs, self._draws(step, micro))
         outcome = Outcome()
+        for layer in self.layers:
+            layer.guard.watch()
         with self._cast(), statistics.recording() as recorded:
             lean = self.job.recompute
             outputs = self._forward_lean(tape, inputs) if lean else self._forward_taped(tape, inputs, halves)
@@ -206,6 +209,8 @@ class Segment:
         if self.job.recompute:
             tape.pieces.append(Piece(outputs, (), []))
         loss, outcome.weight = loss_of(self.job, outputs, target, tape.draws[-1], self._loss_manner)
+        if self._loss_guard is not None:
+            self._loss_guard.check()
         tape.pieces[-1].outputs = (loss,)
         outcome.loss = loss.detach()
         return (loss,)

@@ -10,19 +10,20 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from culm.errors import JobError
 from culm.runtime import statistics
-from culm.runtime.accumulate import Accumulator, finish
+from culm.runtime.accumulate import Accumulator, finish, laid
 from culm.runtime.call import Manner
-from culm.runtime.joint import Stepped, joined
+from culm.runtime.joint import Stepped, joined, step_of
 from culm.runtime.keys import key, knows_outside, seed_everything
 
 if TYPE_CHECKING:
@@ -93,6 +94,8 @@ class Unit:
         self.parameters = dict(parameters)
         trained = [p for p in self.parameters.values() if p.requires_grad]
         self.optimizer = _optimizer(job, trained) if trained else None
+        self._homes = [(p, p.data) for p in trained]
+        """Where they lie: others that share them, and copies that are kept, know them by their memory."""
         self._base = [group.get("lr") for group in self.optimizer.param_groups] if self.optimizer else []
 
     def step(self, factor: float) -> None:
@@ -102,7 +105,10 @@ class Unit:
         for group, base in zip(self.optimizer.param_groups, self._base, strict=True):
             if base is not None:
                 group["lr"] = base * factor
-        self.optimizer.step()
+        step_of(self.optimizer)
+        for parameter, home in self._homes:
+            if parameter.data_ptr() != home.data_ptr():  # an optimizer of the user's gave it other memory
+                parameter.data = home.copy_(parameter.data)
 
     def snapshot(self) -> Snapshot:
         """Parameters and optimizer state, not copied."""
@@ -136,8 +142,7 @@ class Unit:
             moments = {n.removeprefix(prefix): v for n, v in saved.moments.items() if n.startswith(prefix)}
             # Adam keeps its step count on the CPU whatever the device; everything else lives beside its parameter.
             state: dict[str, Any] = {
-                part: value.clone() if value.ndim == 0 else value.to(parameter.device, copy=True)
-                for part, value in moments.items()
+                part: value.clone() if value.ndim == 0 else _beside(value, parameter) for part, value in moments.items()
             }
             state |= {n.removeprefix(prefix): v for n, v in saved.scalars.items() if n.startswith(prefix)}
             if state:
@@ -151,7 +156,19 @@ def _optimizer(job: Job, parameters: list[nn.Parameter]) -> torch.optim.Optimize
         raise JobError(f"Job.optimizer raised {type(error).__name__}: {error}") from error
     if not isinstance(made, torch.optim.Optimizer):
         raise JobError(f"Job.optimizer returned a {type(made).__name__}: return a torch.optim.Optimizer")
+    if isinstance(made, (torch.optim.LBFGS, torch.optim.SparseAdam)):
+        raise JobError(
+            f"Job.optimizer returned a {type(made).__name__}: gradients are dense and the loss is computed once a "
+            "step, use another optimizer such as Adam"
+        )
     return made
+
+
+def _beside(value: Tensor, parameter: nn.Parameter) -> Tensor:
+    """A copy on the parameter's device that lies as the parameter does, which a file does not tell."""
+    if value.shape != parameter.shape or parameter.is_contiguous():
+        return value.to(parameter.device, copy=True)
+    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
 
 
 def _fitting(name: str, value: Tensor, like: Tensor) -> Tensor:
@@ -174,11 +191,11 @@ class HeldLayer:
         self.index = index
         self.module = module.train()
         self.moving = statistics.prepare(index, module)
-        self.guard = statistics.Guard(index, module, self.moving)
+        self.guard = statistics.Guard(f"Job.layers[{index}]", module, self.moving)
         self.manner = Manner(exact=job.exact, draws=knows_outside(module) or None)
         self.unpacks = _takes_several(module)
         named = {f"{index}.{name}": p for name, p in module.named_parameters()}
-        _check_parameters(job, index, named)
+        _check_parameters(job, index, module, named)
         self.unit = Unit(job, {name: p for name, p in named.items() if name not in tied})
         self.trained = {name: p for name, p in named.items() if p.requires_grad}
         self.accumulator = Accumulator(list(self.trained.values()), exact=job.exact, label=self.label)
@@ -212,9 +229,9 @@ def _takes_several(module: nn.Module) -> bool:
     return inspect.Parameter.VAR_POSITIONAL in kinds or sum(kind in positional for kind in kinds) > 1
 
 
-def _check_parameters(job: Job, index: int, named: Mapping[str, nn.Parameter]) -> None:
-    for name, parameter in named.items():
-        if isinstance(parameter, nn.UninitializedParameter):
+def _check_parameters(job: Job, index: int, module: nn.Module, named: Mapping[str, nn.Parameter]) -> None:
+    for name, value in (*named.items(), *((f"{index}.{name}", value) for name, value in module.named_buffers())):
+        if isinstance(value, (nn.UninitializedParameter, nn.UninitializedBuffer)):
             raise JobError(f"Job.layers[{index}] is lazy, {name!r} has no shape yet: give the sizes when building it")
     types = sorted({str(p.dtype).removeprefix("torch.") for p in named.values() if p.requires_grad})
     if len(types) > 1:
@@ -232,19 +249,19 @@ class TiedGroup:
         self.name = self.names[0]
         self.parameter = parameter
         self.unit = Unit(job, {self.name: parameter})
+        self.trains = parameter.requires_grad
         self.gradient = torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
-        if parameter.requires_grad:
-            parameter.grad = self.gradient.view(parameter.shape)
 
     def layers(self) -> tuple[int, ...]:
         return tuple(layer_of(name) for name in self.names)
 
     def finish(self, totals: Sequence[Tensor], bounds: Sequence[int], divisor: float) -> None:
-        """Turn the complete sums of its layers, in layer order, into the gradient."""
+        """Turn the complete sums of its layers, in layer order, into the gradient. Not where it does not train."""
         complete = totals[0].clone()
         for total in totals[1:]:
             complete += total
         finish(self.gradient, complete, sum(bounds), divisor, f"the tied {self.name}")
+        self.parameter.grad = laid(self.gradient, self.parameter)
 
 
 def layer_of(name: str) -> int:
@@ -375,10 +392,21 @@ def build_layer(job: Job, index: int) -> nn.Module:
     if isinstance(source, nn.Module):
         return copy.deepcopy(source)
     seed_everything(key(job.seed, "init", index))
-    made = source()
+    made, fresh = _made(source)
     if not isinstance(made, nn.Module):
         raise JobError(f"Job.layers[{index}] made a {type(made).__name__}: a factory returns a torch.nn.Module")
-    return made
+    return made if fresh.issuperset(map(id, made.parameters())) else copy.deepcopy(made)
+
+
+def _made(source: Callable[[], nn.Module]) -> tuple[nn.Module, set[int]]:
+    """What a factory made, and which parameters are new. Those that were there before (`lambda: module`) may be given
+    out again, to another holder in this process."""
+    fresh: list[nn.Parameter | None] = []
+    noting = register_module_parameter_registration_hook(lambda _, __, parameter: fresh.append(parameter))
+    try:
+        return source(), set(map(id, fresh))
+    finally:
+        noting.remove()
 
 
 def named_parameter(module: nn.Module, name: str) -> nn.Parameter:

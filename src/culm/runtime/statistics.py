@@ -15,8 +15,9 @@ from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from culm.errors import JobError
 
@@ -24,6 +25,10 @@ Statistics: TypeAlias = tuple[tuple[Tensor, ...], ...]
 """What the moving modules of a layer recorded for one micro-batch, in their order."""
 Records: TypeAlias = dict[int, tuple[Tensor, ...]]
 """By id of the module."""
+
+LOSS = "Job.loss"
+_RUNNING = "running_mean", "running_var", "num_batches_tracked"
+"""The buffers of a norm that move."""
 
 _recorded: Records | None = None
 
@@ -49,7 +54,7 @@ def recording() -> Iterator[Records]:
 
 
 def prepare(layer: int, module: nn.Module) -> list[nn.Module]:
-    """The modules of a layer whose buffers move, in order; batch norms are taught to record instead of moving."""
+    """The modules of a layer whose buffers move, in order; norms are taught to record instead of moving."""
     moving: list[nn.Module] = []
     for name, part in module.named_modules():
         where = f"Job.layers[{layer}]" + (f".{name}" if name else "")
@@ -57,38 +62,51 @@ def prepare(layer: int, module: nn.Module) -> list[nn.Module]:
             raise JobError(f"{where} is a SyncBatchNorm: use BatchNorm, whose statistics are those of a micro-batch")
         if type(part).get_extra_state is not nn.Module.get_extra_state:
             raise JobError(f"{where} keeps extra state, which can not move with its layer: keep it in buffers")
-        if isinstance(part, _BatchNorm):
-            if part.track_running_stats:
-                cast(Any, part).forward = _BatchNormForward(part)
+        if isinstance(part, _NormBase):
+            if part.track_running_stats and part.running_mean is not None:
+                cast(Any, part).forward = _NormForward(part)
                 moving.append(part)
         elif hasattr(part, "apply_statistics"):
             moving.append(part)
     return moving
 
 
-class _BatchNormForward:
-    """Batch norm that normalises with the statistics of the micro-batch and records them."""
+class _NormForward:
+    """A norm that records the statistics of the micro-batch where it would have moved its buffers.
 
-    def __init__(self, module: _BatchNorm) -> None:
+    Its forward, also one that the user has made of it, runs with others in their place: with momentum 1 these are left
+    with the statistics of this micro-batch alone.
+    """
+
+    def __init__(self, module: _NormBase) -> None:
         self._module = module
         self._plain = module.forward
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
         module = self._module
         if not module.training:
-            return self._plain(x)
-        assert module.running_mean is not None
-        assert module.running_var is not None
-        module._check_input_dim(x)
-        # With momentum 1 the kernel leaves this micro-batch's own statistics in the two scratch buffers.
-        mean, variance = torch.zeros_like(module.running_mean), torch.zeros_like(module.running_var)
-        out = functional.batch_norm(x, mean, variance, module.weight, module.bias, True, 1.0, module.eps)
-        _record_pass(module, mean, variance)
+            return self._plain(*inputs, **named)
+        own = {name: module._buffers[name] for name in _RUNNING}
+        scratch = {name: None if value is None else torch.zeros_like(value) for name, value in own.items()}
+        momentum = module.momentum
+        module._buffers.update(scratch)
+        module.momentum = 1.0
+        try:
+            out = self._plain(*inputs, **named)
+            mean, variance, count = (module._buffers[name] for name in _RUNNING)
+        finally:
+            module._buffers.update(own)
+            module.momentum = momentum
+        assert mean is not None
+        assert variance is not None
+        counted = count is not None and (count is not scratch["num_batches_tracked"] or count._version > 0)
+        if counted or isinstance(module, _InstanceNorm) or bool(variance.any()):
+            _record_pass(module, mean, variance)
         return out
 
 
-def _record_pass(module: _BatchNorm, mean: Tensor, variance: Tensor) -> None:
-    """A batch norm may be passed any number of times in a forward: what is recorded is (passes, mean, variance) of all.
+def _record_pass(module: _NormBase, mean: Tensor, variance: Tensor) -> None:
+    """A norm may be passed any number of times in a forward: what is recorded is (passes, mean, variance) of all.
 
     Moving by each in turn is moving once: r(1-m)^2 + m(a(1-m) + b). Without a momentum a sum is enough.
     """
@@ -102,8 +120,8 @@ def _record_pass(module: _BatchNorm, mean: Tensor, variance: Tensor) -> None:
 
 
 def _none(module: nn.Module) -> tuple[Tensor, ...]:
-    """What a batch norm records that was not passed."""
-    if not isinstance(module, _BatchNorm):
+    """What a norm records that was not passed."""
+    if not isinstance(module, _NormBase):
         raise JobError(
             f"a {type(module).__name__} has apply_statistics() but recorded nothing for a micro-batch: "
             "call culm.runtime.statistics.record() in every forward of training"
@@ -120,33 +138,39 @@ def collect(moving: Sequence[nn.Module], recorded: Records) -> Statistics:
 
 def apply(module: nn.Module, statistics: Sequence[Tensor]) -> None:
     """Move the buffers of one module by the statistics of one micro-batch."""
-    if not isinstance(module, _BatchNorm):
+    if not isinstance(module, _NormBase):
         cast(Any, module).apply_statistics(*statistics)
         return
     assert module.running_mean is not None
     assert module.running_var is not None
-    assert module.num_batches_tracked is not None
     passes = int(statistics[0])
-    module.num_batches_tracked += passes
+    if isinstance(module, _BatchNorm) and module.num_batches_tracked is not None:
+        module.num_batches_tracked += passes
     kept, added = _momenta(module, passes)
     for running, value in zip((module.running_mean, module.running_var), statistics[1:], strict=True):
         running.mul_(kept).add_(value, alpha=added)
 
 
-def _momenta(module: _BatchNorm, passes: int) -> tuple[float, float]:
+def _momenta(module: _NormBase, passes: int) -> tuple[float, float]:
     """The factors of the running statistics and of what was recorded."""
     if module.momentum is not None:
         return (1.0 - module.momentum) ** passes, module.momentum
+    if isinstance(module, _InstanceNorm):  # without a momentum its statistics stand still
+        return 1.0, 0.0
     seen = max(1.0, float(cast(Tensor, module.num_batches_tracked)))
     return 1.0 - passes / seen, 1.0 / seen
 
 
 class Guard:
-    """Notices buffers that moved although nobody said how."""
+    """Notices buffers that moved although nobody said how, and weights that moved in forward.
 
-    def __init__(self, layer: int, module: nn.Module, moving: Sequence[nn.Module]) -> None:
+    Of each pass it sees what torch notes of a change. Some kernels change a buffer without a note (batch norm's, called
+    as a function): so in the first pass it compares the values, too.
+    """
+
+    def __init__(self, where: str, module: nn.Module, moving: Sequence[nn.Module] = ()) -> None:
         known = {id(buffer) for part in moving for buffer in part.buffers()}
-        self._layer = layer
+        self._where = where
         self._owners = [
             (name, part, own)
             for prefix, part in module.named_modules()
@@ -154,24 +178,62 @@ class Guard:
             if id(buffer) not in known
             for name in [f"{prefix}.{own}" if prefix else own]
         ]
+        self._weights = dict(module.named_parameters())
         self._seen = self._look()
+        self._before: tuple[list[Tensor | None], list[tuple[int, int]]] | None = None
+        self._first = True
+        self.moved: str | None = None
+        """A weight that moved in forward."""
 
     def _look(self) -> list[tuple[int, int]]:
         return [(id(b), b._version) for _, part, own in self._owners for b in [part._buffers[own]] if b is not None]
+
+    def _look_closely(self) -> tuple[list[Tensor | None], list[tuple[int, int]]]:
+        return [part._buffers[own] for _, part, own in self._owners], [
+            (0 if isinstance(p, FakeTensor) else p.data_ptr(), p._version) for p in self._weights.values()
+        ]
 
     def forgive(self) -> None:
         """The buffers were set on purpose (a checkpoint was loaded)."""
         self._seen = self._look()
 
+    def watch(self) -> None:
+        """A pass is about to begin."""
+        if self._first:
+            buffers, weights = self._look_closely()
+            self._before = [None if b is None else b.detach().clone() for b in buffers], weights
+
     def check(self) -> None:
-        """Raises JobError with the name of the first buffer that moved since the module was built."""
-        if not self._owners:
-            return
-        now = self._look()
-        if now == self._seen:
-            return
-        name = next((n for (n, _, _), a, b in zip(self._owners, self._seen, now, strict=False) if a != b), "a buffer")
-        raise JobError(
-            f"Job.layers[{self._layer}] moves its buffer {name!r} in forward: call culm.runtime.statistics.record() "
+        """After a pass. Raises JobError with the name of the first buffer that moved since the module was built."""
+        if self._owners and (now := self._look()) != self._seen:
+            names = (n for (n, _, _), a, b in zip(self._owners, self._seen, now, strict=False) if a != b)
+            raise self._refusal(next(names, "a buffer"))
+        if self._before is not None:
+            self._compare(*self._before)
+            self._first, self._before = False, None
+
+    def _compare(self, buffers: Sequence[Tensor | None], weights: Sequence[tuple[int, int]]) -> None:
+        now, moved = self._look_closely()
+        for (name, _, _), a, b in zip(self._owners, buffers, now, strict=True):
+            if a is not None and b is not None and not isinstance(b, FakeTensor) and not torch.equal(a, b):
+                raise self._refusal(name)
+        self.moved = next((n for n, a, b in zip(self._weights, weights, moved, strict=True) if a != b), None)
+
+    def check_weights(self) -> None:
+        """Where others hold the layer, too: raises JobError if one of its weights moved in forward, which only those
+        see that run the same micro-batches."""
+        if self.moved is not None:
+            raise JobError(
+                f"{self._where} moves its parameter {self.moved!r} in forward, which its other holders would not see: "
+                "compute with a changed copy there (torch.nn.utils.parametrize), or change it in the optimizer's step"
+            )
+
+    def _refusal(self, name: str) -> JobError:
+        if self._where == LOSS:
+            return JobError(
+                f"{self._where} moves its buffer {name!r}, which other workers would not see: make it part of a layer"
+            )
+        return JobError(
+            f"{self._where} moves its buffer {name!r} in forward: call culm.runtime.statistics.record() "
             "there and give the module a method apply_statistics(), so that every micro-batch counts once"
         )

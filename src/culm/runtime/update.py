@@ -46,7 +46,10 @@ def layer_norms(layer: HeldLayer, tied: Mapping[str, TiedGroup]) -> Tensor:
             found.append(torch.linalg.vector_norm(group.gradient))
     if not layer.accumulator.finite:
         found.append(torch.tensor(math.nan, device=layer.accumulator.gradient.device))
-    return torch.stack(found).float() if found else torch.zeros(0)
+    if not found:
+        return torch.zeros(0)
+    norms = torch.stack(found)
+    return norms if norms.dtype == torch.float64 else norms.float()
 
 
 def clip_factor(job: Job, norms: Sequence[Tensor]) -> tuple[float, Tensor]:

@@ -98,7 +98,7 @@ def _step(job: Job, state: State, step: int, dropped: Collection[int]) -> float:
 
 def _finish(state: State, divisor: float) -> None:
     """From sums to gradients; those that layers share first, since the sums of the layers are divided in place."""
-    for group in state.tied.values():
+    for group in (group for group in state.tied.values() if group.trains):
         held = [state.layers[index] for index in group.layers()]
         sums = [layer.sums()[name] for layer, name in zip(held, group.names, strict=True)]
         group.finish(sums, [layer.accumulator.bound for layer in held], divisor)
@@ -115,8 +115,10 @@ def _micro_batch(
         values = inputs
         for layer in layers:
             leaves = tuple(handed_on(v) for v in values)
+            layer.guard.watch()
             with statistics.recording() as recorded:
                 values = call_layer(layer, leaves, key(job.seed, step, micro, layer.index))
+            layer.guard.check()
             if layer.moving:
                 moved[layer.index] = statistics.collect(layer.moving, recorded)
             graph.append((leaves, values))
