@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -330,3 +332,49 @@ def test_code_of_the_user_that_raises_is_named() -> None:
     for schedule in ("1f1b", "zb"):
         with pytest.raises(LayerFailed, match=r"the backward of layer 2 \(OneWay\).* raised ValueError: not backwards"):
             simulate(around(Dense, OneWay), stages=2, schedule=schedule, cuts=(2,), strategy="none")
+
+
+class Speechless(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("not even that")
+
+
+class Astray(Dense):
+    """Raises, when it is run in earnest, what asyncio or Python would take for its own."""
+
+    calls = 0
+    raised: BaseException
+
+    def forward(self, x: Tensor) -> Tensor:
+        type(self).calls += 1
+        if self.calls > 7:
+            raise self.raised
+        return super().forward(x)
+
+
+ASTRAY = (asyncio.CancelledError(), GeneratorExit(), SystemExit(), Speechless())
+
+
+@pytest.mark.parametrize("raised", ASTRAY, ids=lambda error: type(error).__name__)
+def test_whatever_code_of_the_user_raises_ends_the_run_with_its_name_alone(raised: BaseException) -> None:
+    Astray.calls, Astray.raised = 0, raised
+    sentence = rf"node 1: layer 2 \(Astray\) raised {type(raised).__name__} on input \(2, 6\) float32\nFaults"
+    with pytest.raises(LayerFailed, match=sentence):
+        simulate(around(Dense, Astray), stages=2, strategy="none")
+
+
+class Stumbling(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        raise ValueError("no step")
+
+
+def test_an_optimizer_that_raises_is_named_with_its_layer() -> None:
+    job = but(optimizer=lambda parameters: Stumbling(parameters, lr=0.1))
+    with pytest.raises(LayerFailed, match="the optimizer of layer 0 raised ValueError: no step"):
+        reference(job)
+
+
+def test_a_hook_that_asks_to_leave_ends_the_run_with_its_name() -> None:
+    job = but(on_step=lambda metrics: sys.exit(9))
+    with pytest.raises(LayerFailed, match=r"Job\.on_step raised SystemExit: 9"):
+        simulate(job, stages=2)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from culm.errors import JobError
+from culm.errors import RAISED, CulmError, JobError, LayerFailed, said
 from culm.runtime import statistics
 from culm.runtime.accumulate import Accumulator, finish
 from culm.runtime.call import Manner
@@ -102,7 +102,13 @@ class Unit:
         for group, base in zip(self.optimizer.param_groups, self._base, strict=True):
             if base is not None:
                 group["lr"] = base * factor
-        self.optimizer.step()
+        try:
+            self.optimizer.step()
+        except CulmError:
+            raise
+        except RAISED as error:
+            where = f"layer {layer_of(next(iter(self.parameters)))}"
+            raise LayerFailed(f"the optimizer of {where} raised {type(error).__name__}{said(error)}") from error
 
     def snapshot(self) -> Snapshot:
         """Parameters and optimizer state, not copied."""
@@ -147,8 +153,8 @@ class Unit:
 def _optimizer(job: Job, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     try:
         made = job.optimizer(parameters)
-    except Exception as error:
-        raise JobError(f"Job.optimizer raised {type(error).__name__}: {error}") from error
+    except RAISED as error:
+        raise JobError(f"Job.optimizer raised {type(error).__name__}{said(error)}") from error
     if not isinstance(made, torch.optim.Optimizer):
         raise JobError(f"Job.optimizer returned a {type(made).__name__}: return a torch.optim.Optimizer")
     return made
