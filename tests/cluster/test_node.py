@@ -62,10 +62,10 @@ def test_a_worker_whose_agent_was_killed_at_its_birth_ends_without_a_word() -> N
     ("end", "told"),
     [
         (lambda: os._exit(3), "ended with exit code 3"),
-        (lambda: os.kill(os.getpid(), signal.SIGSEGV), "ended by SIGSEGV"),
+        (lambda: os.kill(os.getpid(), signal.SIGTERM), "ended by SIGTERM"),
         (lambda: os.kill(os.getpid(), signal.SIGKILL), None),
     ],
-    ids=["exit", "fault", "kill"],
+    ids=["exit", "signal", "kill"],
 )
 def test_how_a_worker_has_ended_is_told_unless_it_was_killed(end: Callable[[], None], told: str | None) -> None:
     worker = fork(end)
