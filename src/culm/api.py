@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from culm.cluster.setup import Request
-from culm.errors import UsageError
+from culm.errors import UsageError, said
 from culm.job import MODULES, STOP, Job, call
 from culm.observe.folder import claim, vacant
 from culm.providers.local import LocalNursery, LocalRun, local_run
@@ -149,7 +149,7 @@ def pickled(job: Job) -> JobSource:
         data = cloudpickle.dumps(dataclasses.replace(job, on_step=None))
     except Exception as error:
         raise UsageError(
-            f"the job can not be taken to another process ({type(error).__name__}: {error}): "
+            f"the job can not be taken to another process ({type(error).__name__}{said(error)}): "
             "put it into a file and pass its name, as in culm.train('my_job.py:job')"
         ) from error
     return JobSource(pickled=data, path=tuple(sys.path))

@@ -18,6 +18,20 @@ A message is one sentence that names the field or the place, the value found, an
 
 from __future__ import annotations
 
+from asyncio.exceptions import CancelledError
+
+RAISED: tuple[type[BaseException], ...] = (Exception, SystemExit, GeneratorExit, CancelledError)
+"""What code of the user may raise, and be told of: let through, the last three would mean something else to us."""
+
+
+def said(error: BaseException) -> str:
+    """What an error says, after a colon; nothing if it says nothing, or fails to: code of the user may raise that."""
+    try:
+        text = str(error)
+    except Exception:
+        text = ""
+    return f": {text}" if text.strip() else ""
+
 
 class CulmError(Exception):
     """Base of all errors that culm raises on purpose."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
 
-from culm.errors import JobError
+from culm.errors import RAISED, JobError, said
 
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
@@ -249,8 +249,8 @@ def _called(label: str, function: Callable[[], object]) -> object:
         return function()
     except JobError:
         raise
-    except (Exception, SystemExit) as error:
-        raise JobError(f"{label} raised {type(error).__name__}: {error}") from error
+    except RAISED as error:
+        raise JobError(f"{label} raised {type(error).__name__}{said(error)}") from error
 
 
 def locate(reference: str) -> Path:
@@ -283,11 +283,11 @@ def module(path: str) -> Any:
             return importlib.import_module(spec.name)
         loaded = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(loaded)
-    except (Exception, SystemExit) as error:
+    except RAISED as error:
         sys.modules.pop(spec.name, None)
         if isinstance(error, JobError):
             raise
-        raise JobError(f"{path} could not be imported: {type(error).__name__}: {error}") from error
+        raise JobError(f"{path} could not be imported: {type(error).__name__}{said(error)}") from error
     return loaded
 
 

@@ -28,6 +28,12 @@ def test_what_is_written_is_read_back(storage: Storage) -> None:
     assert storage.sha256("a/b.bin") == hashlib.sha256(b"other").hexdigest()
 
 
+def test_folders_of_a_driver_that_knows_them_are_made_when_missed(tmp_path: Path) -> None:
+    storage = Storage(f"simplecache::file://{tmp_path}/run")
+    storage.write("a/b.bin", b"one")
+    assert (tmp_path / "run" / "a" / "b.bin").read_bytes() == b"one"
+
+
 def test_an_empty_file_is_a_file(storage: Storage) -> None:
     storage.write("empty", b"")
     assert storage.exists("empty")

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from multiprocessing import Pipe
+from typing import Any
 
 import pytest
 
+from culm.cli.launch import told_of
+from culm.cluster.setup import Result, encode
 from culm.providers import node
+from culm.providers.nursery import fork
+from culm.providers.run import LocalRun
 
 
 def faulted(how: str) -> int:
@@ -48,3 +56,33 @@ def test_a_worker_whose_agent_was_killed_at_its_birth_ends_without_a_word() -> N
         node._when_told(theirs, lives.append)
         theirs.close()
     assert lives == ["10.0.0.7:4000"]
+
+
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [
+        (lambda: os._exit(3), "ended with exit code 3"),
+        (lambda: os.kill(os.getpid(), signal.SIGTERM), "ended by SIGTERM"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), None),
+    ],
+    ids=["exit", "signal", "kill"],
+)
+def test_how_a_worker_has_ended_is_told_unless_it_was_killed(end: Callable[[], None], told: str | None) -> None:
+    worker = fork(end)
+    os.waitid(os.P_PID, worker, os.WEXITED | os.WNOWAIT)
+    assert node._how_ended(worker) == told
+    os.waitpid(worker, 0)
+
+
+def test_what_a_worker_died_of_is_in_the_news_and_in_the_end() -> None:
+    async def main() -> tuple[list[Any], str]:
+        anything: Any = None
+        run = LocalRun(anything, anything, anything)
+        run._hear("ended/1", b"ended by SIGSEGV")
+        run._hear("nodes/1", None)
+        run._hear("result", encode(Result(error="NodeLost", message="node 0 vanished")))
+        return run.rest(), (await run.result()).message
+
+    news, message = asyncio.run(main())
+    assert [told_of(each) for each in news] == ["node 1 is gone: its worker ended by SIGSEGV"]
+    assert message == "node 0 vanished; the worker of node 1 had ended by SIGSEGV"

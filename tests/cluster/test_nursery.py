@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
 from collections.abc import Callable
 from multiprocessing import Pipe
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from culm.providers.nursery import Nursery, Refused, reports
+from culm.cluster.setup import Request
+from culm.errors import RunError
+from culm.providers.local import LocalNursery
+from culm.providers.nursery import JobSource, Load, Nursery, Refused, reports
 from culm.providers.strike import Board
 
 
@@ -21,7 +26,7 @@ def interrupted() -> Any:
 
 ENDS: dict[str, tuple[Callable[[], Any], str]] = {
     "asks to end": (lambda: sys.exit(3), "SystemExit: 3"),
-    "is interrupted": (interrupted, "KeyboardInterrupt: "),
+    "is interrupted": (interrupted, "KeyboardInterrupt"),
     "ends at once": (lambda: os._exit(9), "trying the layers out ended the process with exit code 9"),
     "ends as if all were well": (lambda: os._exit(0), "trying the layers out ended the process with exit code 0"),
     "is killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), "trying the layers out ended with signal 9"),
@@ -40,5 +45,36 @@ def test_whoever_waits_hears_that_trying_the_layers_out_has_ended_however_it_did
         report = reports.decode(ours.recv_bytes())
         assert isinstance(report, Refused)
         assert report.message.startswith(sentence)
+    finally:
+        board.close()
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("os._exit(4)", "the nursery of local nodes has ended with exit code 4: a job must not end who imports it"),
+        ("os.abort()", "the nursery of local nodes has ended by SIGABRT: a job must not end who imports it"),
+        ("os.kill(os.getpid(), 9)", "the nursery of local nodes has ended by SIGKILL: is there enough memory?"),
+    ],
+)
+def test_a_job_that_ends_the_process_that_imports_it_is_told_how(
+    forked: None, tmp_path: Path, line: str, sentence: str
+) -> None:
+    (tmp_path / "ends.py").write_text(f"import os\n{line}\n")
+    with LocalNursery() as nursery:
+        nursery.order(Load(JobSource(reference=str(tmp_path / "ends.py")), Request()))
+        with pytest.raises(RunError) as ended:
+            asyncio.run(asyncio.wait_for(nursery.report(), 60))
+    assert str(ended.value) == sentence
+
+
+@pytest.mark.real
+def test_a_launcher_that_is_gone_is_not_reported_to() -> None:
+    ours, theirs = Pipe()
+    board = Board()
+    try:
+        ours.close()
+        Nursery(theirs, board)._aside(lambda: sys.exit(3))
     finally:
         board.close()

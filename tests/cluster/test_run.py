@@ -7,13 +7,14 @@ import errno
 import functools
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import culm
 from culm.checkpoint import Catalog, Storage
@@ -22,7 +23,16 @@ from culm.cluster.prepare import Request, prepare
 from culm.cluster.setup import Result, encode
 from culm.cluster.store import MemoryStore
 from culm.cluster.vigil import Vigil
-from culm.errors import CheckpointError, CulmError, LayerFailed, NodeLost, NonFiniteLoss, PlanError, RunError
+from culm.errors import (
+    CheckpointError,
+    CulmError,
+    LayerFailed,
+    NodeLost,
+    NonFiniteLoss,
+    PlanError,
+    RunError,
+    UsageError,
+)
 from culm.job import Job
 from culm.observe.folder import RunFolder
 from culm.runtime import epoch as letters
@@ -31,7 +41,7 @@ from culm.testing import Cluster, VirtualClock, reference, run_virtual
 from culm.testing import simulate as simulate_any
 from culm.transport.memory import MemoryNetwork
 
-from .jobs import DATA, boom, job, layers, linear, nan
+from .jobs import DATA, WIDTH, boom, job, layers, linear, nan
 
 simulate = functools.partial(simulate_any, strategy="none")
 """Where nothing is kept, a loss is the end: what is said then is promised here."""
@@ -388,6 +398,34 @@ def test_a_resumed_run_ends_with_the_weights_of_an_undisturbed_one(tmp_path: Pat
     found = simulate(job(steps=8), pipelines=2, stages=2, out=out, resume=out)
     assert found.summary["steps"] == 8
     assert found.state_sha256 == simulate(job(steps=8), pipelines=2, stages=2).state_sha256
+
+
+def unbiased() -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH, bias=False)
+
+
+def deeper() -> nn.Module:
+    return nn.Sequential(linear())
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"optimizer": torch.optim.SGD}, "made with optimizer='AdamW', the job has 'SGD': resume with the same"),
+        ({"tied": [("0.weight", "1.weight")]}, "made with tied=.*, the job has .*: resume with the same"),
+        ({"layers": [linear, unbiased]}, "has a tensor '1.bias', which no layer has: it is from another model"),
+        ({"layers": [linear, deeper]}, "has no tensor '1.0.bias': it is from another model"),
+    ],
+    ids=["optimizer", "tied", "surplus", "missing"],
+)
+def test_a_checkpoint_of_another_model_or_optimizer_is_refused(
+    tmp_path: Path, changes: dict[str, Any], sentence: str
+) -> None:
+    out = str(tmp_path / "run")
+    made = job(layers=[linear, linear], optimizer=torch.optim.AdamW, steps=1)
+    simulate(made, out=out)
+    with pytest.raises(UsageError, match=sentence):
+        prepare(replace(made, **changes), Request(resume=out, out=out))
 
 
 def test_a_full_disk_is_one_sentence_and_the_checkpoint_before_stays(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -397,12 +399,48 @@ def test_a_loss_that_returns_weights_at_times_is_refused() -> None:
         simulate(but(loss=at_times, seed=1))
 
 
-class Stuck(torch.optim.SGD):
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        raise ValueError("no way")
+class Speechless(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("not even that")
 
 
-def test_an_optimizer_that_can_not_step_is_named() -> None:
+class Astray(Dense):
+    """Raises, when it is run in earnest, what asyncio or Python would take for its own."""
+
+    calls = 0
+    raised: BaseException
+
+    def forward(self, x: Tensor) -> Tensor:
+        type(self).calls += 1
+        if self.calls > 7:
+            raise self.raised
+        return super().forward(x)
+
+
+ASTRAY = (asyncio.CancelledError(), GeneratorExit(), SystemExit(), Speechless())
+
+
+@pytest.mark.parametrize("raised", ASTRAY, ids=lambda error: type(error).__name__)
+def test_whatever_code_of_the_user_raises_ends_the_run_with_its_name_alone(raised: BaseException) -> None:
+    Astray.calls, Astray.raised = 0, raised
+    sentence = rf"node 1: layer 2 \(Astray\) raised {type(raised).__name__} on input \(2, 6\) float32\nFaults"
+    with pytest.raises(LayerFailed, match=sentence):
+        simulate(around(Dense, Astray), stages=2, strategy="none")
+
+
+class Stumbling(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        raise ValueError("no step")
+
+
+def test_an_optimizer_that_raises_is_named_with_its_layer() -> None:
+    job = but(optimizer=partial(Stumbling, lr=0.1))
     for run in (simulate, reference):
-        with pytest.raises(LayerFailed, match=r"the step of Job\.optimizer \(Stuck\) raised ValueError: no way"):
-            run(but(optimizer=partial(Stuck, lr=0.1)))
+        with pytest.raises(LayerFailed, match=r"the optimizer of layer 0 \(Stumbling\) raised ValueError: no step"):
+            run(job)
+
+
+def test_a_hook_that_asks_to_leave_ends_the_run_with_its_name() -> None:
+    job = but(on_step=lambda metrics: sys.exit(9))
+    with pytest.raises(LayerFailed, match=r"Job\.on_step raised SystemExit: 9"):
+        simulate(job, stages=2)

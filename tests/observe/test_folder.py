@@ -12,7 +12,7 @@ import fsspec
 import pytest
 
 from culm.errors import RunError, UsageError
-from culm.observe.folder import RunFolder, claim, perfetto, vacant
+from culm.observe.folder import RunFolder, claim, perfetto, saved, vacant
 
 
 @pytest.fixture(params=["path", "file URL", "memory URL"])
@@ -185,6 +185,30 @@ def test_a_folder_that_something_lies_in_is_refused(tmp_path: Path) -> None:
 def test_a_place_that_nodes_can_not_reach_is_refused_before_anything_starts(place: str) -> None:
     with pytest.raises(UsageError, match=f"--out '{place}' "):
         vacant(place)
+
+
+@pytest.mark.parametrize("place", ["http://127.0.0.1:1/run", "simplecache::http://127.0.0.1:1/run"])
+def test_a_url_that_can_not_be_written_is_refused_before_anything_starts(place: str) -> None:
+    with pytest.raises(UsageError, match=f"--out '{place}' can not be "):
+        claim(place)
+
+
+def test_a_folder_below_the_home_is_one_place_for_everybody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    claim("~/run")
+    folder = RunFolder("~/run")
+    folder.open()
+    folder.close()
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["events.jsonl", "steps.jsonl"]
+
+
+def test_what_is_saved_is_found_whatever_its_folder_is_called(tmp_path: Path) -> None:
+    out = tmp_path / "lr=[0.1] *"
+    for step in (3, 12):
+        (out / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+    (out / "checkpoints" / "step-00000003" / "manifest.json").write_text("")
+    assert saved(str(out)) == [3]
+    assert saved(str(tmp_path / "nowhere")) == saved("nosuch://x") == []
 
 
 def test_a_trace_is_what_chrome_and_perfetto_open() -> None:

@@ -82,7 +82,7 @@ def _target(path: str, *, overwrite: bool) -> tuple[Storage, str]:
         raise UsageError(f"{path!r} names no file: add one, such as model.safetensors")
     place = Storage(folder or slash or ".")
     if place.exists(name) and not overwrite:
-        raise UsageError(f"{path} exists: name another file, or allow it to be overwritten")
+        raise UsageError(f"{path} exists: name another file, or allow it to be replaced with --overwrite")
     return place, name
 
 

@@ -42,9 +42,17 @@ class Storage:
         with self._explained("write", name):
             path = self.local_path(name)
             if path is None:
-                self._fs.pipe_file(self._full(name), bytes(data))
+                self._put(self._full(name), bytes(data))
             else:
                 _replace(path, memoryview(data).cast("B"))
+
+    def _put(self, path: str, data: bytes) -> None:
+        """Object stores know no folders; where there are some, they are made when missed."""
+        try:
+            self._fs.pipe_file(path, data)
+        except FileNotFoundError:
+            self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+            self._fs.pipe_file(path, data)
 
     def read(self, name: str) -> bytes:
         """All bytes of the file."""

@@ -85,4 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except _Refused as error:
         say(error.format_message())
         code = 2
+    except KeyboardInterrupt:  # before a verb was there to heed it
+        say("interrupted")
+        code = 130
     sys.exit(code or 0)

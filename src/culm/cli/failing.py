@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import typer
 
-from culm.errors import CulmError
+from culm.errors import CulmError, said
 
 
 @contextmanager
@@ -27,7 +27,7 @@ def failing(*, debug: bool = False) -> Iterator[None]:
         raise
     except Exception as error:
         hint = "" if debug else "; --debug shows where"
-        say(f"unexpected {type(error).__name__}: {error}{hint}", _trace(error) if debug else "")
+        say(f"unexpected {type(error).__name__}{said(error)}{hint}", _trace(error) if debug else "")
         raise typer.Exit(1) from None
 
 

@@ -28,8 +28,12 @@ if TYPE_CHECKING:
     from culm.providers.rental import Market
 
 T = TypeVar("T")
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-"""What ends a run from outside."""
+
+
+def _signals() -> tuple[signal.Signals, ...]:
+    """What ends a run from outside. Under nohup it outlives its terminal."""
+    hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    return (signal.SIGINT, signal.SIGTERM, *((signal.SIGHUP,) if hangs_up else ()))
 
 
 class Interrupted(RunError):
@@ -68,7 +72,7 @@ def launch(
             with own as used:
                 return await _run(used, source, request, display, prepared, ports, market, shared)
 
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # until the loop can hear them
+        signal.pthread_sigmask(signal.SIG_BLOCK, _signals())  # until the loop can hear them
         return asyncio.run(_interruptible(main(), prints, request.out))
 
 
@@ -132,7 +136,7 @@ async def _watch_losses(run: LocalRun, display: Display) -> None:
 def told_of(news: News) -> str:
     """A loss, a newcomer, or a recovery, as a line."""
     if isinstance(news, Lost):
-        return f"node {news.node} is gone"
+        return f"node {news.node} is gone" + (f": its worker {news.how}" if news.how else "")
     if isinstance(news, Came):
         return f"node {news.node} has come: it gets a copy of a stage and then its place"
     milliseconds = news.detect_ms + news.decide_ms + news.move_ms + news.redo_ms
@@ -159,9 +163,9 @@ async def _interruptible(main: Coroutine[Any, Any, T], prints: Prints | None, ou
         heard.append(number)
         task.cancel()
 
-    for number in _SIGNALS:
+    for number in _signals():
         loop.add_signal_handler(number, stop, number)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _signals())
     if prints is not None:
         loop.add_reader(prints.exit, prints.take)
     try:

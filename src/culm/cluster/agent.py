@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from culm.cluster.leader import Leader
 from culm.cluster.notice import NoNotice
@@ -22,8 +23,11 @@ if TYPE_CHECKING:
     from culm.runtime.clock import Clock
     from culm.transport.base import Address, Transport
 
-StartWorker = Callable[["Address"], "Awaitable[None]"]
-"""Starts the worker of this node, given the agent's address; the awaitable ends when the worker does."""
+StartWorker = Callable[["Address"], "Awaitable[str | None]"]
+"""Starts the worker of this node, given the agent's address; the awaitable ends when the worker does, and says how that
+came about where people should hear of it."""
+_TELL_S = 0.5
+"""How long it may take to say how a worker has ended: its work waits for others to take it over."""
 _PATIENCE_S = 5.0
 """How long a worker may take to end by itself, and a leader to put the result into the store."""
 
@@ -84,19 +88,27 @@ class Agent:
                 await self._prober.close()
 
     async def _keep_worker(self) -> None:
-        """The worker and, as often as the leader says so, another in its place. Ends when one ends by itself."""
+        """The worker and, as often as the leader says so, another in its place. Ends when one ends by itself, and says
+        how, so that it is known when this node is missed."""
         while True:
             working = asyncio.ensure_future(self._start_worker(self.transport.address))
             tending = asyncio.ensure_future(self._tend())
             try:
                 await asyncio.wait([working, tending], return_when=asyncio.FIRST_COMPLETED)
                 if not tending.done():
-                    return working.result()
+                    how = working.result()
+                    if how is not None:
+                        await asyncio.wait([asyncio.ensure_future(self._tell_end(how))], timeout=_TELL_S)
+                    return
                 tending.result()
             finally:
                 await _ended(working, tending)
             self._life += 1
             self._worker_address = asyncio.get_running_loop().create_future()
+
+    async def _tell_end(self, how: str) -> None:
+        with contextlib.suppress(RunError):
+            await self.store.put(f"ended/{self.node}", how.encode())
 
     async def _tend(self) -> None:
         """Say so when a worker that was started anew is up. Ends when another is to be started."""
@@ -238,7 +250,7 @@ def _went_well(task: asyncio.Task[None]) -> bool:
     return task.done() and not task.cancelled() and task.exception() is None
 
 
-async def _ended(*tasks: asyncio.Future[None]) -> None:
+async def _ended(*tasks: asyncio.Future[Any]) -> None:
     """Cancel what still runs and wait for it. That the store is out of reach is an end like any other; else raises."""
     for task in tasks:
         task.cancel()

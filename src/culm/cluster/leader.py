@@ -307,8 +307,8 @@ class Leader:
         assert on_step is not None
         try:
             return on_step(metrics)
-        except Exception as error:
-            raise errors.LayerFailed(f"Job.on_step raised {type(error).__name__}: {error}") from error
+        except errors.RAISED as error:
+            raise errors.LayerFailed(f"Job.on_step raised {type(error).__name__}{errors.said(error)}") from error
 
     async def _note_shard(self, report: letters.ShardReport) -> None:
         self.tenure.saves.note(report)

@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from culm.checkpoint import Catalog, Manifest, Storage
+from culm.checkpoint.export import OPTIMIZER
 from culm.cluster.blows import Kill
 from culm.cluster.setup import Request, Setup
 from culm.cluster.strategy import Terms, settle
@@ -48,9 +49,10 @@ def prepare(
     if plan != schedule:
         why += "; gradients that others wait for go on before the weights are done (I, then W)"
     manifest, rejected = _newest(request.resume) if request.resume else (None, ())
-    facts = _facts(job)
+    facts = _facts(job, blueprint)
     if manifest is not None:
         _check_facts(manifest, facts)
+        _check_names(manifest, blueprint.names)
     settled = settle(request, Terms(plan, profile, cuts, _joint(job), job.steps))
     why += f"; {settled.why}"
     why += "".join(f"; checkpoint {step} was passed over: {reason}" for step, reason in rejected)
@@ -203,7 +205,7 @@ def _newest(folder: str) -> tuple[Manifest, tuple[tuple[int, str], ...]]:
     return found.manifest, found.rejected
 
 
-def _facts(job: Job) -> dict[str, str | int | float | bool | list[list[str]] | None]:
+def _facts(job: Job, blueprint: Blueprint) -> dict[str, str | int | float | bool | list[list[str]] | None]:
     return {
         "layers": len(job.layers),
         "seed": job.seed,
@@ -212,14 +214,16 @@ def _facts(job: Job) -> dict[str, str | int | float | bool | list[list[str]] | N
         "exact": job.exact,
         "precision": job.precision,
         "fingerprint": fingerprint(job),
-        "tied": [sorted(group) for group in job.tied],
+        "tied": sorted(sorted(group) for group in job.tied),
+        "optimizer": blueprint.optimizers,
     }
 
 
 def _check_facts(manifest: Manifest, facts: dict[str, str | int | float | bool | list[list[str]] | None]) -> None:
     """A resumed run learns what the uninterrupted one would have: what decides that must be the same."""
-    for name in ("layers", "seed", "global_batch", "micro_batch", "exact", "precision"):
-        if manifest.facts.get(name) != facts[name]:
+    earlier = {"optimizer": facts["optimizer"]}  # checkpoints of an early culm do not tell
+    for name in ("layers", "seed", "global_batch", "micro_batch", "exact", "precision", "tied", "optimizer"):
+        if (earlier | manifest.facts).get(name) != facts[name]:
             raise UsageError(
                 f"the checkpoint was made with {name}={manifest.facts.get(name)!r}, the job has {facts[name]!r}: "
                 "resume with the same, or start a new run from its weights (culm export, then Job.init)"
@@ -228,4 +232,16 @@ def _check_facts(manifest: Manifest, facts: dict[str, str | int | float | bool |
         raise UsageError(
             f"the exact checkpoint was made on {manifest.facts.get('fingerprint')}, this machine is "
             f"{facts['fingerprint']}: resume on the same kind, or with --set exact=false"
+        )
+
+
+def _check_names(manifest: Manifest, names: frozenset[str]) -> None:
+    """A half-loaded model is a trap."""
+    saved = {name for name in manifest.weight_map if not name.startswith(OPTIMIZER)}
+    missing, surplus = sorted(names - saved), sorted(saved - names)
+    if missing or surplus:
+        which = f"has no tensor {missing[0]!r}" if missing else f"has a tensor {surplus[0]!r}, which no layer has"
+        raise UsageError(
+            f"the checkpoint of step {manifest.step} {which}: it is from another model; resume with the same layers, "
+            "or start a new run"
         )

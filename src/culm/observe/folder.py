@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import fsspec
 import msgspec
 
-from culm.errors import RunError, UsageError
+from culm.errors import RunError, UsageError, said
 
 if TYPE_CHECKING:
     from culm.checkpoint import Storage
@@ -158,7 +158,7 @@ def local(out: str) -> Path | None:
     """The path of a local folder; None for a URL."""
     if "://" in out and not out.startswith("file://"):
         return None
-    return Path(out.removeprefix("file://"))
+    return Path(out.removeprefix("file://")).expanduser()  # as fsspec does, which checkpoints are written by
 
 
 def vacant(out: str, *, resumable: bool = True) -> None:
@@ -190,6 +190,7 @@ def claim(out: str, *, resumable: bool = True) -> None:
     vacant(out, resumable=resumable)
     path = local(out)
     if path is None:
+        _claim_url(out)
         return
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -197,11 +198,27 @@ def claim(out: str, *, resumable: bool = True) -> None:
         raise UsageError(f"--out {out!r} can not be made: {error.strerror}") from None
 
 
+def _claim_url(out: str) -> None:
+    """The first file of the run, empty yet: that nothing can be written there is better known before than after it."""
+    try:
+        files, root = fsspec.core.url_to_fs(out)
+        files.makedirs(root, exist_ok=True)
+        files.pipe_file(f"{root.rstrip('/')}/steps.jsonl", b"")
+    except Exception as error:  # drivers raise what they like
+        raise UsageError(f"--out {out!r} can not be written: {type(error).__name__}{said(error)}") from None
+
+
 def saved(out: str) -> list[int]:
-    """The steps that have a committed checkpoint, oldest first, by the names of the files alone."""
-    files, root = fsspec.core.url_to_fs(out)
-    found = files.glob(f"{root}/checkpoints/step-*/manifest.json")
-    return sorted(int(str(name).split("/")[-2].removeprefix("step-")) for name in found)
+    """The steps that have a committed checkpoint, oldest first, by the names of the files alone; none if the place can
+    not be asked."""
+    try:
+        files, root = fsspec.core.url_to_fs(out)
+        folders = [str(path).rstrip("/") for path in files.ls(f"{root.rstrip('/')}/checkpoints", detail=False)]
+        found = [folder for folder in folders if files.exists(f"{folder}/manifest.json")]
+    except Exception:  # drivers raise what they like
+        return []
+    names = [folder.rpartition("/")[2].removeprefix("step-") for folder in found]
+    return sorted(int(name) for name in names if name.isdigit())
 
 
 def perfetto(spans: Mapping[int, Sequence[tuple[int, str, float, float]]], labels: Mapping[int, str]) -> dict[str, Any]:

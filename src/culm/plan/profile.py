@@ -6,6 +6,7 @@ A profile is a JSON file, so that a model measured on one machine can be planned
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -101,7 +102,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             part.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
             part.replace(target)
         except OSError as error:
-            part.unlink(missing_ok=True)
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
             raise PlanError(f"the profile could not be written to {str(path)!r}: {error.strerror}") from error
 
 

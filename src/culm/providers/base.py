@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import signal
 from typing import NamedTuple, Protocol
 
 REJOIN = 75
 """The exit status of a node that the others took for dead, or whose worker ended: its machine is still there."""
+
+
+def ended(status: int) -> str:
+    """For people: how a process came to its end."""
+    if status >= 0:
+        return f"ended with exit code {status}"
+    known = {number.value: number.name for number in signal.Signals}
+    return f"ended by {known.get(-status, f'signal {-status}')}"
 
 
 class Gone(NamedTuple):

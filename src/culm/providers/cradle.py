@@ -38,7 +38,7 @@ class Cradle:
         fork(child)
         theirs.close()
 
-    async def run(self, address: str) -> None:
+    async def run(self, address: str) -> str | None:
         """A new worker, until it ends. Cancelled, the worker is killed, and gone when this returns."""
         self._pipe.send_bytes(address.encode())
         await readable(self._pipe.fileno())
@@ -51,6 +51,7 @@ class Cradle:
             raise
         finally:
             os.close(worker)
+        return None  # it is no child of the agent's: how it has ended only the cradle could find out
 
 
 def _serve(pipe: Connection, born: Born) -> None:

@@ -22,7 +22,7 @@ from culm.cluster.sealed import wire_secret
 from culm.cluster.setup import JobReference, Request, Setup, encode
 from culm.errors import CulmError, RunError
 from culm.providers import nursery as side
-from culm.providers.base import Gone
+from culm.providers.base import Gone, ended
 from culm.providers.etcd import PrivateEtcd
 from culm.providers.nursery import GRACE_S, Exited, JobSource, Load, Loaded, Progress, Refused, Start, Stop, refused
 from culm.providers.run import LocalRun
@@ -40,6 +40,7 @@ Told = Callable[[str, int, int], None]
 Opened: TypeAlias = "tuple[Store, Place, bytes]"
 """A store, how nodes reach it, and what they prove to each other."""
 _PATIENCE_S = 10.0
+_GONE_S = 1.0
 _runs = itertools.count()
 """A nursery may serve several runs, one after the other: the end of a node says which one it was of."""
 
@@ -94,7 +95,7 @@ class LocalNursery:
         try:
             self._pipe.send_bytes(side.orders(order))
         except OSError:
-            raise RunError("the nursery of local nodes has ended: is there enough memory?") from None
+            raise self._gone() from None
 
     async def report(self) -> side.Report:
         """The next report, without blocking the loop."""
@@ -103,7 +104,16 @@ class LocalNursery:
             report: side.Report = side.reports.decode(self._pipe.recv_bytes())
             return report
         except (EOFError, OSError):
-            raise RunError("the nursery of local nodes has ended: is there enough memory?") from None
+            raise self._gone() from None
+
+    def _gone(self) -> RunError:
+        """Its end of the pipe is closed: it has ended, or is about to."""
+        try:
+            status = self._process.wait(_GONE_S)
+        except subprocess.TimeoutExpired:
+            return RunError("the nursery of local nodes hangs in its end: is there enough memory?")
+        likely = "is there enough memory?" if status == -signal.SIGKILL else "a job must not end who imports it"
+        return RunError(f"the nursery of local nodes has {ended(status)}: {likely}")
 
     def close(self) -> None:
         """End it and every process that came out of it, also where it is busy and would not notice a closed pipe."""

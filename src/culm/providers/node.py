@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from culm.cluster.agent import Agent, StartWorker
 from culm.cluster.notice import AnyNotice, SignalNotice, notice_source
-from culm.providers.base import REJOIN
+from culm.providers.base import REJOIN, ended
 from culm.providers.cradle import Born, Cradle, die_with
 from culm.providers.nursery import NVML_CHECK, Start, fork, readable
 from culm.providers.stores import joined
@@ -63,9 +63,10 @@ def _with_one_worker(job: Job, order: Start, born: Born, clock: RealClock) -> bo
     worker = fork(child)
     theirs.close()
 
-    async def start_worker(address: str) -> None:
+    async def start_worker(address: str) -> str | None:
         ours.send_bytes(address.encode())
         await _ended(worker)
+        return _how_ended(worker)
 
     try:
         return asyncio.run(_agent(job, order, start_worker, clock))
@@ -146,6 +147,14 @@ async def _ended(pid: int) -> None:
         await readable(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _how_ended(pid: int) -> str | None:
+    """Of a child that has ended, and may still be waited for. Nothing where somebody killed it, as a loss would."""
+    found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if found is None or (found.si_code != os.CLD_EXITED and found.si_status == signal.SIGKILL):
+        return None
+    return ended(found.si_status if found.si_code == os.CLD_EXITED else -found.si_status)
 
 
 def _kill(pid: int) -> None:

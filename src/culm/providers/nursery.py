@@ -27,7 +27,7 @@ import msgspec
 
 from culm import errors
 from culm.cluster.setup import Request, Setup
-from culm.errors import CulmError, RunError
+from culm.errors import RAISED, CulmError, RunError, said
 from culm.job import Job
 from culm.providers.stores import Place
 from culm.providers.strike import Board
@@ -168,7 +168,7 @@ class Nursery:
     def _load(self, order: Load | Meet) -> None:
         try:
             job = self._job = _load(order.source)
-        except CulmError as error:
+        except BaseException as error:  # Ctrl-C is not heard here: whatever is raised, code of the user raised it
             self._report(_refusal(error))
             return
         self._aside(lambda: self._prepared(job, order) if isinstance(order, Load) else _met(job, order))
@@ -201,7 +201,8 @@ class Nursery:
                 self._report(Refused("RunError", _untimely(os.waitstatus_to_exitcode(status)), ""))
 
     def _report(self, report: Report) -> None:
-        self._pipe.send_bytes(_encode(report))
+        with contextlib.suppress(OSError):  # the launcher is gone: `serve` will notice
+            self._pipe.send_bytes(_encode(report))
 
     def _start(self, order: Start) -> None:
         job = self._job
@@ -296,9 +297,9 @@ def _load(source: JobSource) -> Job:
 
     try:
         job = cloudpickle.loads(source.pickled)
-    except Exception as error:
+    except RAISED as error:
         raise errors.JobError(
-            f"the job can not be taken to another process: {type(error).__name__}: {error}; "
+            f"the job can not be taken to another process: {type(error).__name__}{said(error)}; "
             "put it into a file and use culm run"
         ) from error
     assert isinstance(job, Job)
@@ -329,7 +330,7 @@ def _refusal(error: BaseException) -> Refused:
     trace = "".join(traceback.format_exception(error))
     if isinstance(error, CulmError):
         return Refused(type(error).__name__, str(error), trace)
-    return Refused("RunError", f"{type(error).__name__}: {error}", trace)
+    return Refused("RunError", f"{type(error).__name__}{said(error)}", trace)
 
 
 def refused(report: Refused) -> CulmError:

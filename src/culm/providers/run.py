@@ -9,7 +9,7 @@ import msgspec
 
 from culm.cluster.recovered import Recovered, decode_recoveries
 from culm.cluster.setup import Result, Setup, decode_node, decode_result, encode
-from culm.errors import RunError
+from culm.errors import NodeLost, RunError
 from culm.providers.nodes import Nodes
 from culm.runtime import epoch as letters
 from culm.schedule import Plan
@@ -23,6 +23,8 @@ class Lost(NamedTuple):
     """A node vanished while the run went on."""
 
     node: int
+    how: str = ""
+    """What became of its worker, where that is known and was nobody's kill."""
 
 
 class Came(NamedTuple):
@@ -56,6 +58,8 @@ class LocalRun:
         self._led = asyncio.Event()
         self._there: set[int] = set()
         self._left = asyncio.Event()
+        self._ends: dict[int, str] = {}
+        """How workers ended that nobody killed, by node."""
         self._joined: set[int] = set()
         self._up: set[int] = set()
         self._recoveries = 0
@@ -83,6 +87,8 @@ class LocalRun:
             self._hear_of_node(int(name), value)
         elif value is None:
             return
+        elif kind == "ended":
+            self._ends[int(name)] = value.decode()
         elif kind == "leader":
             self.leader = int(value)
             self._led.set()
@@ -101,7 +107,7 @@ class LocalRun:
         self._left.set()
         if value is None and not self._result.done():
             self.lost.append(node)
-            self._news.put_nowait(Lost(node))
+            self._news.put_nowait(Lost(node, self._ends.get(node, "")))
         elif value is not None and decode_node(value).worker and node not in self._up:
             self._up.add(node)
             self._ups.put_nowait(node)
@@ -200,8 +206,12 @@ class LocalRun:
         return self._result.done()
 
     async def result(self) -> Result:
-        """How it ended."""
-        return await asyncio.shield(self._result)
+        """How it ended. What its workers died of, if not of a kill, is why nodes were lost."""
+        result = await asyncio.shield(self._result)
+        if result.summary is not None or result.error not in (RunError.__name__, NodeLost.__name__) or not self._ends:
+            return result
+        node, how = next(iter(self._ends.items()))
+        return msgspec.structs.replace(result, message=f"{result.message}; the worker of node {node} had {how}")
 
 
 def _filled(epoch: letters.Epoch) -> bool:

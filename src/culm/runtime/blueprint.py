@@ -15,14 +15,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from culm.errors import CulmError, JobError, LayerFailed
+from culm.errors import RAISED, CulmError, JobError, LayerFailed, said
 from culm.plan.profile import LayerCost, Profile
 from culm.runtime import statistics
 from culm.runtime.call import call_layer, handed_on, loss_of
 from culm.runtime.data import Values, evaluation_batch, mapped, micro_batch
 from culm.runtime.device import device_of
 from culm.runtime.keys import key
-from culm.runtime.state import HeldLayer, build_layer, check_initial, named_parameter
+from culm.runtime.state import HeldLayer, build_layer, check_initial, layer_of, named_parameter
 
 if TYPE_CHECKING:
     from culm.job import Job
@@ -42,6 +42,10 @@ class Blueprint:
     profile: Profile
     weighted: bool
     """The loss returns (sum, weight)."""
+    names: frozenset[str]
+    """Parameters and buffers as a checkpoint has them: tied ones under their first name."""
+    optimizers: str
+    """The classes of the optimizers, as in 'AdamW'."""
 
 
 class _Untracked(nullcontext[None]):
@@ -85,6 +89,7 @@ def _look(job: Job, values: Values, target: Any) -> Blueprint:
     costs: list[LayerCost] = []
     shapes: dict[str, tuple[int, ...]] = {}
     wanted: dict[str, tuple[int, ...]] = {}
+    optimizers: set[str] = set()
     cast: AbstractContextManager[Any] = nullcontext()
     if job.precision == "bf16":
         cast = torch.autocast("cpu", torch.bfloat16)
@@ -94,6 +99,7 @@ def _look(job: Job, values: Values, target: Any) -> Blueprint:
                 layer = _built(job, index)
                 _note_tied(job, layer, shapes)
                 wanted |= {name: tuple(value.shape) for name, value in layer.named().items()}
+                optimizers |= {type(layer.unit.optimizer).__name__} if layer.unit.optimizer is not None else set()
                 values, cost = _run(job, layer, values)
                 values = tuple(handed_on(v) for v in values)
                 costs.append(cost)
@@ -109,7 +115,9 @@ def _look(job: Job, values: Values, target: Any) -> Blueprint:
     profile = Profile(
         layers=tuple(costs), device="cpu", micro_batch=job.micro_batch, threads=job.threads, source="estimated"
     )
-    return Blueprint(profile, weighted=weight is not None)
+    aliases = {name for group in job.tied for name in sorted(group, key=layer_of)[1:]}
+    names = frozenset(wanted.keys() - aliases)
+    return Blueprint(profile, weight is not None, names, ", ".join(sorted(optimizers)))
 
 
 def _check_loss_alone(loss: Tensor) -> None:
@@ -135,8 +143,8 @@ def _built(job: Job, index: int) -> HeldLayer:
         return HeldLayer(job, index, build_layer(job, index), {})
     except CulmError:
         raise
-    except (Exception, SystemExit) as error:
-        raise JobError(f"Job.layers[{index}] could not be built: {type(error).__name__}: {error}") from error
+    except RAISED as error:
+        raise JobError(f"Job.layers[{index}] could not be built: {type(error).__name__}{said(error)}") from error
 
 
 def _run(job: Job, layer: HeldLayer, values: Values) -> tuple[Values, LayerCost]:

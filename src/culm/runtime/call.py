@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, SupportsFloat
 import torch
 from torch import Tensor
 
-from culm.errors import CulmError, JobError, LayerFailed
+from culm.errors import RAISED, CulmError, JobError, LayerFailed, said
 from culm.runtime.data import Values, pack
 from culm.runtime.keys import outside_state, seed_layer
 
@@ -108,11 +108,11 @@ def call_layer(layer: HeldLayer, values: Values, draw: int) -> Values:
         made = layer.module(*lent) if several and layer.unpacks else layer.module(lent if several else lent[0])
     except CulmError:
         raise
-    except (Exception, SystemExit) as error:
+    except RAISED as error:
         shapes = ", ".join(f"{tuple(v.shape)} {str(v.dtype).removeprefix('torch.')}" for v in values)
         how = " as one tuple (forward gets several arguments if it names them without defaults)"
         how = how if several and not layer.unpacks else ""
-        raise LayerFailed(f"{layer.label} raised {type(error).__name__} on input {shapes}{how}: {error}") from error
+        raise LayerFailed(f"{layer.label} raised {type(error).__name__} on input {shapes}{how}{said(error)}") from error
     if layer.manner.learns and layer.module.training:
         layer.manner.learn(lent)
     return pack(made, f"the output of {layer.label}") if not isinstance(made, Tensor) else (made,)
@@ -129,8 +129,8 @@ def loss_of(
         made = job.loss(lent[0] if len(lent) == 1 else lent, target)
     except CulmError:
         raise
-    except (Exception, SystemExit) as error:
-        raise LayerFailed(f"the loss raised {type(error).__name__}: {error}") from error
+    except RAISED as error:
+        raise LayerFailed(f"the loss raised {type(error).__name__}{said(error)}") from error
     manner.learn(lent)
     loss, weight = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(loss, Tensor) or loss.numel() != 1:

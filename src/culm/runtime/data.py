@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from culm.errors import CulmError, JobError, LayerFailed
+from culm.errors import RAISED, CulmError, JobError, LayerFailed, said
 from culm.runtime.keys import key, sample_indices, seed_everything
 
 if TYPE_CHECKING:
@@ -119,12 +119,12 @@ def _collated(job: Job, field: str, indices: Any, device: torch.device) -> tuple
     data: Dataset = getattr(job, field)
     try:
         items = [data[index] for index in indices]
-    except (Exception, SystemExit) as error:
-        raise LayerFailed(f"Job.{field} raised {type(error).__name__} for item {list(indices)}: {error}") from error
+    except RAISED as error:
+        raise LayerFailed(f"Job.{field} raised {type(error).__name__} for item {list(indices)}{said(error)}") from error
     try:
         batch = (job.collate or _collate)(items)
-    except (Exception, SystemExit) as error:
-        raise LayerFailed(f"the collation raised {type(error).__name__}: {error}") from error
+    except RAISED as error:
+        raise LayerFailed(f"the collation raised {type(error).__name__}{said(error)}") from error
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         kind = type(batch).__name__
         raise JobError(f"Job.{field} gives {kind} after collation: an item must be a pair (input, target)")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from culm.errors import LayerFailed
+from culm.errors import RAISED, CulmError, LayerFailed, said
 
 if TYPE_CHECKING:
     from culm.runtime.state import Unit
@@ -51,20 +51,23 @@ class Joint:
             self.optimizer.state.update(one.state)
             one.state = self.optimizer.state
         self._base = [group["lr"] for group in self.optimizer.param_groups]
+        self._label = f"{units[0].label} to {units[-1].label}"
 
     def step(self, factor: float) -> None:
         for group, base in zip(self.optimizer.param_groups, self._base, strict=True):
             group["lr"] = base * factor
-        step_of(self.optimizer)
+        step_of(self.optimizer, self._label)
 
 
-def step_of(optimizer: Optimizer) -> None:
+def step_of(optimizer: Optimizer, label: str) -> None:
     """One step on the gradients that lie in `.grad`. Raises LayerFailed if the optimizer can not make it."""
     try:
         optimizer.step()
-    except (Exception, SystemExit) as error:
+    except CulmError:
+        raise
+    except RAISED as error:
         name, kind = type(optimizer).__name__, type(error).__name__
-        raise LayerFailed(f"the step of Job.optimizer ({name}) raised {kind}: {error}") from error
+        raise LayerFailed(f"the optimizer of {label} ({name}) raised {kind}{said(error)}") from error
 
 
 def _plain(optimizer: Optimizer) -> bool:

@@ -6,7 +6,7 @@ import resource
 import traceback
 from typing import TYPE_CHECKING
 
-from culm.errors import CulmError, LayerFailed
+from culm.errors import CulmError, LayerFailed, said
 from culm.runtime.epoch import Failed, Final, StepReport
 
 if TYPE_CHECKING:
@@ -52,9 +52,9 @@ def final_report(executor: Executor, shadows: Shadows) -> Final:
     )
 
 
-def failure(node: int, error: Exception) -> Failed:
+def failure(node: int, error: BaseException) -> Failed:
     """An error as a letter: its class, its sentence, and the trace for --debug."""
     trace = "".join(traceback.format_exception(error))
     if isinstance(error, CulmError):
         return Failed(node, type(error).__name__, str(error), trace)
-    return Failed(node, LayerFailed.__name__, f"{type(error).__name__}: {error}", trace)
+    return Failed(node, LayerFailed.__name__, f"{type(error).__name__}{said(error)}", trace)

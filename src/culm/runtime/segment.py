@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from culm.errors import CulmError, LayerFailed
+from culm.errors import RAISED, CulmError, LayerFailed, said
 from culm.runtime import split, statistics
 from culm.runtime.call import Manner, call_layer, handed_on, loss_of
 from culm.runtime.data import Values
@@ -248,11 +248,11 @@ class _Blame:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, CulmError):
+        if isinstance(error, RAISED) and not isinstance(error, CulmError):
             names = [layer.label for layer in self.layers] or ["the loss"]
             where = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
             cause = error.__cause__ or error
-            raise LayerFailed(f"the backward of {where} raised {type(cause).__name__}: {cause}") from error
+            raise LayerFailed(f"the backward of {where} raised {type(cause).__name__}{said(cause)}") from error
 
 
 def _wanted(outputs: Values, gradients: Gradients) -> tuple[list[Tensor], list[Tensor] | None]:

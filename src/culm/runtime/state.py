@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from culm.errors import JobError
+from culm.errors import RAISED, JobError, said
 from culm.runtime import statistics
 from culm.runtime.accumulate import Accumulator, finish, laid
 from culm.runtime.call import Manner
@@ -98,6 +98,11 @@ class Unit:
         """Where they lie: others that share them, and copies that are kept, know them by their memory."""
         self._base = [group.get("lr") for group in self.optimizer.param_groups] if self.optimizer else []
 
+    @property
+    def label(self) -> str:
+        """For people: the layer that it is of, or of a tied group the first of them."""
+        return f"layer {layer_of(next(iter(self.parameters)))}"
+
     def step(self, factor: float) -> None:
         """One optimizer step on the gradients that lie in `.grad`."""
         if self.optimizer is None:
@@ -105,7 +110,7 @@ class Unit:
         for group, base in zip(self.optimizer.param_groups, self._base, strict=True):
             if base is not None:
                 group["lr"] = base * factor
-        step_of(self.optimizer)
+        step_of(self.optimizer, self.label)
         for parameter, home in self._homes:
             if parameter.data_ptr() != home.data_ptr():  # an optimizer of the user's gave it other memory
                 parameter.data = home.copy_(parameter.data)
@@ -152,8 +157,8 @@ class Unit:
 def _optimizer(job: Job, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     try:
         made = job.optimizer(parameters)
-    except Exception as error:
-        raise JobError(f"Job.optimizer raised {type(error).__name__}: {error}") from error
+    except RAISED as error:
+        raise JobError(f"Job.optimizer raised {type(error).__name__}{said(error)}") from error
     if not isinstance(made, torch.optim.Optimizer):
         raise JobError(f"Job.optimizer returned a {type(made).__name__}: return a torch.optim.Optimizer")
     if isinstance(made, (torch.optim.LBFGS, torch.optim.SparseAdam)):

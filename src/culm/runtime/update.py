@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from culm.errors import LayerFailed, NonFiniteLoss
+from culm.errors import RAISED, LayerFailed, NonFiniteLoss, said
 from culm.runtime import statistics
 
 if TYPE_CHECKING:
@@ -113,8 +113,8 @@ def lr_factor(job: Job, step: int) -> float:
         return 1.0
     try:
         factor = float(job.lr_schedule(step))
-    except Exception as error:
-        raise LayerFailed(f"Job.lr_schedule raised {type(error).__name__} for step {step}: {error}") from error
+    except RAISED as error:
+        raise LayerFailed(f"Job.lr_schedule raised {type(error).__name__} for step {step}{said(error)}") from error
     if not math.isfinite(factor):
         raise LayerFailed(f"Job.lr_schedule is {factor} for step {step}: return a finite factor")
     return factor

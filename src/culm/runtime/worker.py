@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import signal
 from typing import TYPE_CHECKING
 
 from culm.errors import EpochClosed, NodeLost
@@ -151,7 +152,9 @@ class Worker:
             await Stint(executor, self.terms, self._saving).run()
         except (asyncio.CancelledError, EpochClosed):
             raise
-        except Exception as error:
+        except BaseException as error:
+            if not isinstance(error, Exception) and not _of_the_user(error):
+                raise
             self.transport.post(epoch.leader, encode(failure(self.node, error)))
         finally:
             if beating is not None:
@@ -189,3 +192,8 @@ class Worker:
         taken = await take_layers(epoch, slot, self.desk, self.transport, self.clock, told)
         await self.clock.work(self.node, epoch.start, "moved")
         return taken
+
+
+def _of_the_user(error: BaseException) -> bool:
+    """Where Ctrl-C is not heard, as in all processes of a node, it is code of the user that raised as if it were."""
+    return isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
