@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 _ALONE = 1 << 17
 """Edges of a graph below which one thread is enough for a server."""
 _FEW_BYTES = 1 << 20
+_COPIES = 5
+"""Of the weights, at least: two versions of a parameter server, what Adam knows of them, and those of a worker."""
 _LARGEST = 1 << 16
 """Vertices of an interval at most: a task then takes tens of milliseconds."""
 
@@ -64,8 +67,9 @@ def check_memory(graph: Graph, model: Model) -> None:
     edges = (graph.edges + graph.vertices) * (
         12 + (model.heads * (24 * model.layers + 16) if model.kind == "gat" else 0)
     )
+    weights = sum(math.prod(shape) for layer in range(model.layers) for shape in model.shapes(layer).values())
     refuse_what_does_not_fit(
-        graph.vertices * width * 4 + edges,
+        graph.vertices * width * 4 + edges + weights * 4 * _COPIES,
         f"training {model.kind} on {graph.name} ({graph.vertices} vertices, {graph.edges} edges)",
     )
 
