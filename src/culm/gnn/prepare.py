@@ -12,11 +12,10 @@ import torch
 
 from culm.checkpoint.shard import encode
 from culm.checkpoint.storage import Storage
-from culm.errors import UsageError
 from culm.gnn.files import write_part
 from culm.gnn.memory import refuse_what_does_not_fit
 from culm.gnn.parameters import INITIAL
-from culm.gnn.partition import cut, owners
+from culm.gnn.partition import cut
 from culm.gnn.program import first_gather, gathered_width, orders, sent_width
 from culm.gnn.sparse import Adjacency
 
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from culm.gnn.board import Mode
     from culm.gnn.graph import Graph
     from culm.gnn.model import Model, Weights
+    from culm.gnn.partition import Array
     from culm.gnn.program import Place
 
 _ALONE = 1 << 17
@@ -74,15 +74,13 @@ def check_memory(graph: Graph, model: Model) -> None:
     )
 
 
-def write_parts(graph: Graph, model: Model, servers: int, intervals: int, folder: Path) -> int:
+def write_parts(graph: Graph, model: Model, owner: Array, intervals: int, folder: Path) -> int:
     """Cut the graph and write a part for each server; returns how many intervals each has."""
-    if servers < 1 or intervals < 1:
-        raise UsageError(f"{servers} servers with {intervals} intervals: there is at least one of each")
-    parts = cut(graph, owners(graph, servers), intervals, attention=model.kind == "gat")
+    parts = cut(graph, owner, intervals, attention=model.kind == "gat")
     source = source_rows(graph, model)
     labels, roles = torch.from_numpy(graph.labels), torch.from_numpy(graph.roles)
     for part in parts:
-        own = slice(None) if servers == 1 else torch.from_numpy(part.vertices)
+        own = slice(None) if len(parts) == 1 else torch.from_numpy(part.vertices)
         write_part(folder, part, source[own], labels[own], roles[own])
     return parts[0].intervals
 

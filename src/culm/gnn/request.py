@@ -14,6 +14,7 @@ from culm.gnn import faults, prepare
 from culm.gnn.board import MODES, Mode
 from culm.gnn.graph import VAL
 from culm.gnn.model import check_whole, initial_weights
+from culm.gnn.partition import check_metis
 from culm.gnn.price import prices_of
 from culm.observe.folder import vacant
 
@@ -85,6 +86,8 @@ class Request:
             raise UsageError(
                 f"--servers {self.servers} for {self.graph.vertices} vertices: a server needs at least one, use fewer"
             )
+        if self.servers > 1:
+            check_metis()
         if self.workers != "auto" and (type(self.workers) is not int or self.workers < 1):
             raise UsageError(f"--workers {self.workers!r}: give a number of at least 1, or auto")
         if self.first_workers > _MOST["workers"]:
