@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TextIO
 
 import typer
 
@@ -43,11 +43,18 @@ def _warnings_said() -> Iterator[None]:
     with warnings.catch_warnings():
         shown = warnings.showwarning
 
-        def show(message: Warning | str, category: type[Warning], filename: str, lineno: int, *rest: Any) -> None:
+        def show(
+            message: Warning | str,
+            category: type[Warning],
+            filename: str,
+            lineno: int,
+            file: TextIO | None = None,
+            line: str | None = None,
+        ) -> None:
             if filename.startswith(_HOME):
                 say(str(message))
             else:
-                shown(message, category, filename, lineno, *rest)
+                shown(message, category, filename, lineno, file, line)
 
         warnings.showwarning = show
         yield
