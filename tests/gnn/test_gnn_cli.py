@@ -82,6 +82,12 @@ def test_the_table_says_accuracy_cost_and_that_everything_counted_once(capsys: p
         (["--graph", SMALL, "--kill", "cat"], "--kill 'cat'"),
         (["--graph", SMALL, "--intervals", "0"], "--intervals is 0: give at least 1"),
         (["--graph", SMALL, "--lr", "-1"], "--lr is -1"),
+        (["--graph", SMALL, "--seed", str(1 << 63)], "--seed is 9223372036854775808: give a number of up to 63 bits"),
+        (["--graph", SMALL, "--hidden", "1000000000"], "GiB are free"),
+        (["--graph", SMALL, "--layers", "1000000000"], "--layers 1000000000: a model has at most 10000"),
+        (["--graph", SMALL, "--epochs", "10000000000"], "--epochs is 10000000000: give at most 10000000"),
+        (["--graph", SMALL, "--threads", "100000"], "--threads is 100000: give at most 1024"),
+        (["--graph", SMALL, "--workers", "1000000000"], "--workers 1000000000: give at most 10000"),
         ([], "--graph"),
     ],
 )

@@ -24,8 +24,10 @@ from culm.gnn.ledger import Evaluation, Ledger, exhausted
 from culm.gnn.model import Model, initial_weights, model_of, multiple, shape_of, state_dict
 from culm.gnn.passes import Pass, Task, passes
 from culm.gnn.prepare import default_threads
+from culm.gnn.program import gradients_of, walk
 from culm.gnn.recoveries import Recoveries
 from culm.gnn.seats import Seats
+from culm.gnn.server import tallies
 from culm.gnn.shelf import Adam, Shelf
 from culm.gnn.tally import Tally
 from culm.gnn.tune import Tuner
@@ -331,6 +333,20 @@ def test_what_pyg_can_do_and_this_can_not_is_refused_and_not_left_out(options: d
         shape_of(pyg("nn").GCN(5, 8, 2, 3, **options))
 
 
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"out_channels": 3, "concat": False}, "model has concat=False: only concat=True"),
+        ({"out_channels": None}, "model has concat=True: only concat=False"),
+    ],
+)
+def test_heads_are_concatenated_and_averaged_where_pyg_does_it_or_refused(
+    options: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        shape_of(pyg("nn").GAT(5, 8, 2, heads=2, **options))
+
+
 def test_a_small_graph_is_served_by_one_thread_and_a_large_one_by_its_servers_share_of_the_cores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -338,3 +354,17 @@ def test_a_small_graph_is_served_by_one_thread_and_a_large_one_by_its_servers_sh
     assert default_threads(10_556, 1) == 1
     assert default_threads(1 << 20, 2) == 8
     assert default_threads(1 << 20, 32) == 1
+
+
+@pytest.mark.parametrize("kind", ["gcn", "gat"])
+def test_a_deep_model_has_every_gradient_tallied_once(kind: str) -> None:
+    model = model_of(kind, width=4, classes=2, layers=400, hidden=4, heads=1, dropout=0.0, input_dropout=None)
+    tally = tallies(model, 3)
+    sums: dict[int, int] = {}
+    for step in walk(model, train=True):
+        for layer in gradients_of(model, step):
+            for interval in range(3):
+                total = tally[layer].add(0, (interval, str(step)), {"bias": torch.ones(1)})
+                sums[layer] = sums.get(layer, 0) + (total is not None)
+    assert sums == dict.fromkeys(range(400), 1)
+    assert all(own.duplicates == 0 for own in tally.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -108,10 +109,62 @@ def test_weights_of_edges_do_not_count_and_that_is_said() -> None:
         as_graph(MATRIX, features=FEATURES, labels=LABELS)
 
 
+SPARSE = sparse.csr_matrix(FEATURES)
+CSR = {"indptr": None, "indices": None}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {**CSR, "edge_index": ENDS, "labels": None, "y": LABELS, "features": None, "x": FEATURES},
+        {**CSR, "edges": ENDS.T},
+        {**CSR, "adj_indptr": MATRIX.indptr, "adj_indices": MATRIX.indices, "adj_data": np.ones(8),
+         "features": None, "attr_indptr": SPARSE.indptr, "attr_indices": SPARSE.indices,
+         "attr_data": SPARSE.data, "attr_shape": np.array(FEATURES.shape)},
+    ],
+    ids=["as in PyG", "an edge list", "as in gnn-benchmark"],
+)  # fmt: skip
+def test_an_npz_may_have_the_names_that_others_gave_its_arrays(tmp_path: Path, fields: dict[str, Any]) -> None:
+    found, ours = stored(tmp_path, **fields), stored(tmp_path)
+    for part in ("indptr", "indices", "features", "labels", "roles"):
+        assert np.array_equal(getattr(found, part), getattr(ours, part))
+
+
+def test_an_npz_may_have_masks_of_bytes(tmp_path: Path) -> None:
+    masks = {"train_mask": np.array([1, 1, 0, 0], np.uint8), "test_mask": np.array([False, False, False, True])}
+    assert stored(tmp_path, **masks).roles.tolist() == [TRAIN, TRAIN, 0, TEST]
+
+
+def test_an_npz_that_names_a_test_set_and_nothing_to_learn_from_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="test is given and train is not"):
+        stored(tmp_path, test_idx=np.array([3]))
+
+
+def test_features_that_are_stored_twice_add_up(tmp_path: Path) -> None:
+    twice = {"feat_indptr": np.array([0, 2, 2, 2, 2]), "feat_indices": np.array([1, 1]), "feat_shape": np.array([4, 2])}
+    assert stored(tmp_path, features=None, **twice, feat_data=np.array([2, 3])).features[0].tolist() == [0, 5]
+
+
+def test_a_damaged_npz_is_refused_wherever_it_is_damaged(tmp_path: Path) -> None:
+    arrays = {"indptr": MATRIX.indptr, "indices": MATRIX.indices, "labels": LABELS, "features": FEATURES}
+    np.savez_compressed(tmp_path / "g.npz", **arrays)
+    whole = (tmp_path / "g.npz").read_bytes()
+    refused = 0
+    for at in range(0, len(whole), 7):
+        (tmp_path / "g.npz").write_bytes(whole[:at] + bytes([whole[at] ^ 0x55]) + whole[at + 1 :])
+        with contextlib.suppress(UsageError):
+            load(str(tmp_path / "g.npz"))
+            continue
+        refused += 1
+    assert refused > 0
+
+
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
         ({"labels": None}, "g has no array 'labels'"),
+        ({**CSR, "edge_index": ENDS[0]}, r"edge_index has the shape \(8,\): give two rows"),
+        ({**CSR, "edge_index": ENDS + 0.5}, "edge_index holds 0.5: give whole numbers"),
         ({"labels": np.int64(1)}, r"labels has the shape \(\)"),
         ({"indices": MATRIX.indices + 0.5}, "indices holds 1.5: give whole numbers"),
         ({"indptr": MATRIX.indptr[None]}, r"indptr has the shape \(1, 5\)"),

@@ -7,12 +7,17 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
+from tests.gnn.house import small_graph
 
 from culm.errors import RunError, UsageError
+from culm.gnn.cutter import CUTTER, owners_aside
 from culm.gnn.launch.base import Ticket
 from culm.gnn.launch.local import LocalLauncher
+from culm.gnn.partition import owners
 
 from . import launch_standin as standin
 
@@ -116,8 +121,10 @@ def test_an_order_whose_sender_gave_up_does_not_shift_the_answers() -> None:
 LAUNCHED = """
 import asyncio, os, signal
 from gnn import launch_standin as standin
+from culm.gnn.cutter import CUTTER, owners_aside
 from culm.gnn.launch.base import Ticket
 from culm.gnn.launch.local import LocalLauncher
+from culm.gnn.partition import owners
 async def main():
     launcher = LocalLauncher(entry=standin.named(standin.hang))
     await launcher.launch(Ticket("r1", "t", "127.0.0.1", {port}, 60), 2)
@@ -163,3 +170,22 @@ def test_an_entry_that_is_not_there_ends_the_launch_with_a_sentence(capfd: pytes
 
     asyncio.run(story())
     assert "culm.gnn.nowhere:serve" in capfd.readouterr().err
+
+
+def test_metis_works_aside_and_finds_what_it_would_find_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the process that leads, a SIGTERM that it hears would be taken for an error of METIS."""
+    graph = small_graph()
+    here = owners(graph, 3)
+    monkeypatch.setattr("culm.gnn.partition.metis", None)
+
+    async def story() -> None:
+        launcher = LocalLauncher(entry=CUTTER)
+        try:
+            assert np.array_equal(await owners_aside(graph, 3, launcher, tmp_path / "cut"), here)
+            failing = LocalLauncher(entry=standin.named(standin.crash), beside=launcher)
+            with pytest.raises(RunError, match=r"METIS could not cut gen:sbm.* into 2 parts"):
+                await owners_aside(graph, 2, failing, tmp_path / "again")
+        finally:
+            await launcher.close()
+
+    asyncio.run(story())

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import signal
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,7 +12,7 @@ from culm.cli.display import console_on
 from culm.cli.failing import failing
 from culm.cli.gnn_plan import gnn_plan
 from culm.cli.gnn_show import Progress, ledger_table
-from culm.cli.launch import Interrupted
+from culm.cli.interrupt import interruptible, terminable
 from culm.errors import UsageError
 from culm.observe.folder import plain
 
@@ -81,7 +79,7 @@ def run(
 
         console = console_on(stderr=json_)
         progress = Progress(console, epochs, quiet=quiet)
-        with terminable(), progress:
+        with terminable(_ended), progress:
             result: Result = train(
                 graph, model, layers=layers, hidden=hidden, heads=heads, dropout=dropout, input_dropout=input_dropout,
                 attention_dropout=attention_dropout,
@@ -93,6 +91,7 @@ def run(
                 kills=tuple(kill or ()), instance=instance, threads=threads, host=host, out=out,
                 etcd=access_of(etcd, user=etcd_user, ca=etcd_ca, cert=etcd_cert, key=etcd_key),
                 suspect_after=suspect_after, dash=dash, watcher=progress.watcher(),
+                runner=lambda work: interruptible(work, _ended),
             )  # fmt: skip
         if not quiet:
             console.print(ledger_table(result.summary, out))
@@ -103,37 +102,8 @@ def run(
 app.command("plan")(gnn_plan)
 
 
-@contextlib.contextmanager
-def terminable() -> Iterator[None]:
-    """SIGTERM ends a run as Ctrl-C does: everything that was started is ended, then the command with 128 + 15.
-
-    In the background of a script Ctrl-C is ignored, and then asyncio would not take care of it: there it is kept
-    waiting instead, until SIGTERM lets it in.
-    """
-    heard = []
-
-    def stop(number: int, frame: object) -> None:
-        del frame
-        heard.append(number)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        signal.raise_signal(signal.SIGINT)
-
-    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    if ignored:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    except KeyboardInterrupt:
-        if not heard:
-            raise
-        raise Interrupted(signal.SIGTERM, "terminated") from None
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        if ignored:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+def _ended(number: int) -> str:
+    return "interrupted" if number == signal.SIGINT else "terminated"
 
 
 def _workers(text: str) -> int | str:

@@ -6,13 +6,12 @@ import asyncio
 import codecs
 import contextlib
 import os
-import signal
-from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
+from culm.cli.interrupt import interruptible
 from culm.cli.tables import listed
 from culm.cluster.blows import Kill
-from culm.errors import RunError
 from culm.observe.folder import RunFolder, saved
 from culm.plan.partition import count
 from culm.providers.local import LocalNursery, LocalRun, Shared, local_run
@@ -26,22 +25,6 @@ if TYPE_CHECKING:
     from culm.cluster.setup import Request, Setup
     from culm.providers.nursery import JobSource
     from culm.providers.rental import Market
-
-T = TypeVar("T")
-
-
-def _signals() -> tuple[signal.Signals, ...]:
-    """What ends a run from outside. Under nohup it outlives its terminal."""
-    hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
-    return (signal.SIGINT, signal.SIGTERM, *((signal.SIGHUP,) if hangs_up else ()))
-
-
-class Interrupted(RunError):
-    """A signal ended the run."""
-
-    def __init__(self, number: int, message: str) -> None:
-        super().__init__(message)
-        self.exit_code = 128 + number
 
 
 def launch(
@@ -69,11 +52,10 @@ def launch(
         async def main() -> dict[str, Any]:
             stdout, stderr = (prints_to, 2) if prints is None else (prints.entrance, prints.entrance)
             own = LocalNursery(stdout=stdout, stderr=stderr) if nursery is None else contextlib.nullcontext(nursery)
-            with own as used:
+            with _shown(prints), own as used:
                 return await _run(used, source, request, display, prepared, ports, market, shared)
 
-        signal.pthread_sigmask(signal.SIG_BLOCK, _signals())  # until the loop can hear them
-        return asyncio.run(_interruptible(main(), prints, request.out))
+        return interruptible(main(), lambda _: _how_to_resume(request.out))
 
 
 async def _run(
@@ -153,32 +135,6 @@ def missed(run: LocalRun) -> list[str]:
     return [kill for kill in run.setup.kills if not set(Kill.parse(kill).nodes) <= set(run.lost)]
 
 
-async def _interruptible(main: Coroutine[Any, Any, T], prints: Prints | None, out: str | None) -> T:
-    """Run to the end, or until a signal. From the first moment on: what is started in `main` is ended there too."""
-    loop = asyncio.get_running_loop()
-    task = loop.create_task(main)
-    heard: list[int] = []
-
-    def stop(number: int) -> None:
-        heard.append(number)
-        task.cancel()
-
-    for number in _signals():
-        loop.add_signal_handler(number, stop, number)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _signals())
-    if prints is not None:
-        loop.add_reader(prints.exit, prints.take)
-    try:
-        return await task
-    except (asyncio.CancelledError, RunError):
-        if not heard:
-            raise
-        raise Interrupted(heard[0], _how_to_resume(out)) from None
-    finally:
-        if prints is not None:
-            loop.remove_reader(prints.exit)
-
-
 def _how_to_resume(out: str | None) -> str:
     steps = saved(out) if out is not None else []
     if steps:
@@ -215,3 +171,17 @@ class Prints:
         if self._rest:
             self._show(self._rest)
         os.close(self.exit)
+
+
+@contextlib.contextmanager
+def _shown(prints: Prints | None) -> Iterator[None]:
+    """Lines are taken as they come, by the loop that runs."""
+    if prints is None:
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    loop.add_reader(prints.exit, prints.take)
+    try:
+        yield
+    finally:
+        loop.remove_reader(prints.exit)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Result", "Watcher", "train"]
 T = TypeVar("T")
+Runner = Callable[[Coroutine[Any, Any, Outcome]], Outcome]
 _KIND_DEFAULTS = {"gcn": (16, 1), "gat": (64, 8)}
 """Hidden width and heads."""
 
@@ -110,6 +111,7 @@ def train(
     split_seed: int = 0,
     out: str | Path | None = None,
     watcher: Watcher | None = None,
+    runner: Runner | None = None,
     **parts: Any,
 ) -> Result:
     """Train a model on a whole graph, with graph servers, parameter servers and elastic workers as processes.
@@ -128,6 +130,7 @@ def train(
     `etcd`: where servers meet, URLs or a culm.cluster.etcd.Access (default: a private one of this machine);
     `suspect_after`: seconds after which a server that hangs is replaced. `dash`: show the run on loopback as it goes.
     `kills`: processes to end on purpose, as in "worker epoch=5", "server=1 epoch=9" or "chaos workers=100 servers=5".
+    `runner`: what brings the run to its end, as asyncio.run does (default: that, aside where a loop runs already).
 
     Raises UsageError for a wrong request, before anything is started, and RunError when the run fails. Nothing is left
     running in either case.
@@ -185,7 +188,7 @@ def train(
     )
     wanted.check()
     started = launchers(launcher) if isinstance(launcher, str) else launcher
-    return _result(_anywhere(lambda: run(wanted, started, watcher or Watcher())), out)
+    return _result((runner or _anywhere)(run(wanted, started, watcher or Watcher())), out)
 
 
 def _result(outcome: Outcome, out: str | None) -> Result:
@@ -205,17 +208,17 @@ def _weights(state: Mapping[int, Snapshot]) -> dict[str, Tensor]:
     return state_dict({layer: own.parameters for layer, own in state.items()})
 
 
-def _anywhere(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+def _anywhere(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end, also where a loop is running already (a notebook)."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(work())
+        return asyncio.run(work)
     box: list[T | BaseException] = []
 
     def aside() -> None:
         try:
-            box.append(asyncio.run(work()))
+            box.append(asyncio.run(work))
         except BaseException as error:
             box.append(error)
 

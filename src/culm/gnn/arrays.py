@@ -77,6 +77,8 @@ def mask_of(name: str, given: Array, vertices: int) -> Array:
     """A mask out of a mask or of vertex numbers. Raises UsageError for what names no vertices of the graph."""
     if given.ndim != 1:
         raise UsageError(f"the {name} set has the shape {given.shape}: give one split, as in train_mask[:, 0]")
+    if _bytes_of_a_mask(given, vertices):
+        given = given.astype(bool)
     if given.dtype == bool:
         if len(given) != vertices:
             raise UsageError(f"the {name} mask has {len(given)} rows for {vertices} vertices: give one row for each")
@@ -89,3 +91,8 @@ def mask_of(name: str, given: Array, vertices: int) -> Array:
     mask = np.zeros(vertices, bool)
     mask[given.astype(np.int64)] = True
     return mask
+
+
+def _bytes_of_a_mask(given: Array, vertices: int) -> bool:
+    """Whether whole numbers are a mask, as files have it: a one or a zero for every vertex names none of them."""
+    return given.dtype.kind in "iu" and len(given) == vertices > 2 and bool(((given == 0) | (given == 1)).all())

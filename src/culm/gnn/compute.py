@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from culm.gnn.dense import Gradients
+    from culm.gnn.few import Few
     from culm.gnn.model import Model, Weights
     from culm.gnn.passes import Pass
     from culm.gnn.program import Step
@@ -37,20 +38,27 @@ class Kernel:
         self._dense = Dense(model)
 
     def run(
-        self, step: Step, now: Pass, inputs: Sequence[Tensor], weights: Mapping[int, Weights], keep: Kept | None = None
+        self,
+        step: Step,
+        now: Pass,
+        inputs: Sequence[Tensor],
+        weights: Mapping[int, Weights],
+        keep: Kept | None = None,
+        features: Few | None = None,
     ) -> Outcome:
-        """Inputs as `Shard.inputs` names them; `keep` is what the forward of the same interval and pass left."""
+        """Inputs as `Shard.inputs` names them; `keep` is what the forward of the same interval and pass left.
+        `features`: those among the inputs, where they are few."""
         if step.kind == "AE":
             return self._edges(step, now, inputs)
         context = Context(self._seed, now.epoch, now.train, inputs[0])
         if step.layer == self._model.layers:
-            found = self._dense.loss(inputs[1], weights, context, inputs[2], inputs[3], self._total)
+            found = self._dense.loss(features or inputs[1], weights, context, inputs[2], inputs[3], self._total)
             return Outcome(found.rows, found.gradients, found.total, found.counts)
         if step.back:
-            source = inputs[2] if len(inputs) > 2 else None
+            source = features or (inputs[2] if len(inputs) > 2 else None)
             rows, gradients = self._dense.backward(step.layer, source, inputs[1], weights, context, keep)
             return Outcome(rows, gradients)
-        sent, left = self._dense.forward(step.layer, inputs[1], weights, context)
+        sent, left = self._dense.forward(step.layer, features or inputs[1], weights, context)
         return Outcome(sent, kept=left)
 
     def _edges(self, step: Step, now: Pass, inputs: Sequence[Tensor]) -> Outcome:

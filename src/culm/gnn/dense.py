@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from culm.gnn.dropout import drop
+from culm.gnn.few import Few
 from culm.gnn.graph import TEST, TRAIN, VAL
 from culm.gnn.model import Model, Weights
 from culm.gnn.program import orders
@@ -23,6 +24,7 @@ from culm.gnn.program import orders
 if TYPE_CHECKING:
     Gradients = dict[int, Weights]
 
+Rows = Tensor | Few
 SLOPE = 0.2
 """Of the leaky ReLU on attention scores, as in PyG."""
 
@@ -41,8 +43,8 @@ class Context:
 class Kept(NamedTuple):
     """What AV leaves for ∇AV: its input after dropout where it was changed, the activations, what was sent."""
 
-    source: Tensor
-    hidden: Tensor
+    source: Rows
+    hidden: Rows
     sent: Tensor
 
 
@@ -64,23 +66,21 @@ class Dense:
     def __init__(self, model: Model) -> None:
         self._model, self._orders = model, orders(model)
 
-    def forward(
-        self, layer: int, rows: Tensor, weights: Mapping[int, Weights], context: Context
-    ) -> tuple[Tensor, Kept]:
+    def forward(self, layer: int, rows: Rows, weights: Mapping[int, Weights], context: Context) -> tuple[Tensor, Kept]:
         """AV: gathered rows of layer - 1 (or features) to the rows that are sent for `layer`."""
         source, hidden = self._hidden(layer, rows, weights, context)
         if self._model.kind == "gat":
-            sent = self._scored(layer, functional.linear(hidden, weights[layer]["lin.weight"]), weights[layer])
+            sent = self._scored(layer, _multiplied(hidden, weights[layer]["lin.weight"]), weights[layer])
         elif self._orders[layer] == "multiply":
-            sent = functional.linear(hidden, weights[layer]["lin.weight"])
+            sent = _multiplied(hidden, weights[layer]["lin.weight"])
         else:
-            sent = hidden
+            sent = _all(hidden)
         return sent, Kept(source, hidden, sent)
 
     def backward(
         self,
         layer: int,
-        rows: Tensor | None,
+        rows: Rows | None,
         above: Tensor,
         weights: Mapping[int, Weights],
         context: Context,
@@ -96,13 +96,14 @@ class Dense:
         if layer == 0 or hidden is None:
             return None, gradients
         p = self._model.dropout if context.train else 0.0
-        hidden = torch.ops.aten.threshold_backward(hidden, keep.hidden, 0)  # zero where ReLU or dropout closed a unit
+        open_ = _all(keep.hidden)  # zero where ReLU or dropout closed a unit
+        hidden = torch.ops.aten.threshold_backward(hidden, open_, 0)
         if p:
             hidden.mul_(1 / (1 - p))
         return self._entering_back(layer - 1, hidden, weights, keep.source, gradients), gradients
 
     def loss(
-        self, rows: Tensor, weights: Mapping[int, Weights], context: Context, labels: Tensor, roles: Tensor, total: int
+        self, rows: Rows, weights: Mapping[int, Weights], context: Context, labels: Tensor, roles: Tensor, total: int
     ) -> Loss:
         """The last AV: logits, loss (a mean over the `total` training vertices of the graph), and the way back."""
         layer = self._model.layers - 1
@@ -120,9 +121,7 @@ class Dense:
         back = self._entering_back(layer, above, weights, source, gradients)
         return Loss(back, gradients, value, (len(chosen),))
 
-    def _hidden(
-        self, layer: int, rows: Tensor, weights: Mapping[int, Weights], context: Context
-    ) -> tuple[Tensor, Tensor]:
+    def _hidden(self, layer: int, rows: Rows, weights: Mapping[int, Weights], context: Context) -> tuple[Rows, Rows]:
         """Input of a layer's multiplication: features, or activations out of gathered rows."""
         if layer == 0:
             entering = _dropped(rows, self._model.input_dropout, 0, context)
@@ -130,27 +129,24 @@ class Dense:
         source, entered = self._entered(layer - 1, rows, weights, context)
         return source, _dropped(entered.relu_(), self._model.dropout, layer, context)
 
-    def _entered(
-        self, layer: int, rows: Tensor, weights: Mapping[int, Weights], context: Context
-    ) -> tuple[Tensor, Tensor]:
+    def _entered(self, layer: int, rows: Rows, weights: Mapping[int, Weights], context: Context) -> tuple[Rows, Tensor]:
         """From gathered rows to what the activation gets; also the rows as they were multiplied."""
         own = weights[layer]
         if self._orders[layer] == "multiply":
-            return rows, rows + own["bias"]
+            return rows, _all(rows) + own["bias"]
         if self._orders[layer] == "cached":
             rows = _dropped(rows, self._model.input_dropout, 0, context)
-        return rows, functional.linear(rows, own["lin.weight"], own["bias"])
+        return rows, _multiplied(rows, own["lin.weight"], own["bias"])
 
-    def _logits(
-        self, layer: int, rows: Tensor, weights: Mapping[int, Weights], context: Context
-    ) -> tuple[Tensor, Tensor]:
+    def _logits(self, layer: int, rows: Rows, weights: Mapping[int, Weights], context: Context) -> tuple[Rows, Tensor]:
         if self._model.kind == "gat":
+            rows = _all(rows)
             heads = rows.view(len(rows), self._model.heads, -1)
             return rows, heads.mean(1) + weights[layer]["bias"]
         return self._entered(layer, rows, weights, context)
 
     def _entering_back(
-        self, layer: int, above: Tensor, weights: Mapping[int, Weights], source: Tensor, gradients: Gradients
+        self, layer: int, above: Tensor, weights: Mapping[int, Weights], source: Rows, gradients: Gradients
     ) -> Tensor | None:
         """Gradient of what entered, to that of the gathered rows; adds what it finds for the weights."""
         own = gradients.setdefault(layer, {})
@@ -160,7 +156,7 @@ class Dense:
             return (above / self._model.heads).repeat(1, self._model.heads) if last else above
         if self._orders[layer] == "multiply":
             return above
-        own["lin.weight"] = above.t() @ source
+        own["lin.weight"] = _gradient(above, source)
         return None if self._orders[layer] == "cached" else above @ weights[layer]["lin.weight"]
 
     def _sending_back(
@@ -171,7 +167,7 @@ class Dense:
             above = self._scored_back(layer, above, weights[layer], keep.sent, gradients)
         elif self._orders[layer] != "multiply":
             return above
-        gradients.setdefault(layer, {})["lin.weight"] = above.t() @ keep.hidden
+        gradients.setdefault(layer, {})["lin.weight"] = _gradient(above, keep.hidden)
         return None if layer == 0 else above @ weights[layer]["lin.weight"]
 
     def _scored(self, layer: int, rows: Tensor, own: Weights) -> Tensor:
@@ -191,10 +187,29 @@ class Dense:
         return back.view(-1, wide)
 
 
-def _dropped(rows: Tensor, p: float, layer: int, context: Context) -> Tensor:
+def _dropped(rows: Rows, p: float, layer: int, context: Context) -> Rows:
     if p == 0 or not context.train:
         return rows
+    if isinstance(rows, Few):
+        return rows.dropped(p, context.seed, context.epoch, layer, context.vertices)
     return drop(rows, p, context.seed, context.epoch, layer, context.vertices)
+
+
+def _multiplied(rows: Rows, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if not isinstance(rows, Few):
+        return functional.linear(rows, weight, bias)
+    found = rows.multiplied(weight)
+    return found if bias is None else found.add_(bias)
+
+
+def _gradient(above: Tensor, rows: Rows) -> Tensor:
+    return rows.gradient(above) if isinstance(rows, Few) else above.t() @ rows
+
+
+def _all(rows: Rows) -> Tensor:
+    """What was gathered or activated: only features are taken as few."""
+    assert not isinstance(rows, Few)
+    return rows
 
 
 def _counts(logits: Tensor, labels: Tensor, roles: Tensor) -> tuple[int, ...]:

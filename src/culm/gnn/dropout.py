@@ -26,14 +26,33 @@ def drop(
     rows: Tensor, p: float, seed: int, epoch: int, layer: int, numbers: Tensor, *, what: str = "dropout"
 ) -> Tensor:
     """What is kept, made larger by what is not; zero elsewhere. `numbers`: of vertices or edges, in the whole graph."""
-    base = key(seed, what, epoch, layer)
-    high = _mixed(numbers[: len(rows)], base)[:, None]
-    low = _mixed(torch.arange(rows.shape[1]), base ^ 0x5DEECE66D)[None, :]
+    high, low = _sides(seed, what, epoch, layer, numbers[: len(rows)], rows.shape[1])
     kept, count = torch.empty_like(rows, memory_format=torch.contiguous_format), max(1, _PIECE // rows.shape[1])
-    for piece, mine, out in zip(rows.split(count), high.split(count), kept.split(count), strict=True):
+    for piece, mine, out in zip(rows.split(count), high[:, None].split(count), kept.split(count), strict=True):
         torch.mul(piece, 1 / (1 - p), out=out)
-        out.view(torch.int32).bitwise_and_(_at_least((mine ^ low).mul_(_ODD), round(p * 2**32) - 2**31))
+        out.view(torch.int32).bitwise_and_(_at_least((mine ^ low).mul_(_ODD), _threshold(p)))
     return kept
+
+
+def drop_entries(
+    values: Tensor, p: float, seed: int, epoch: int, layer: int, numbers: Tensor, *, rows: Tensor, columns: Tensor,
+    width: int,
+) -> Tensor:  # fmt: skip
+    """The same of some entries only, each in its row and column: bit for bit what `drop` makes of them."""
+    high, low = _sides(seed, "dropout", epoch, layer, numbers, width)
+    kept = values * (1 / (1 - p))
+    kept.view(torch.int32).bitwise_and_(_at_least((high[rows] ^ low[columns]).mul_(_ODD), _threshold(p)))
+    return kept
+
+
+def _sides(seed: int, what: str, epoch: int, layer: int, numbers: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """What rows and columns bring to the draw of an entry."""
+    base = key(seed, what, epoch, layer)
+    return _mixed(numbers, base), _mixed(torch.arange(width), base ^ 0x5DEECE66D)
+
+
+def _threshold(p: float) -> int:
+    return round(p * 2**32) - 2**31
 
 
 def _at_least(numbers: Tensor, threshold: int) -> Tensor:

@@ -119,6 +119,8 @@ def from_edges(
 def split(labels: Array, seed: int) -> Array:
     """Roles for a graph without a fixed split: of every class 20 vertices to learn from and 30 to validate on (a third
     and a quarter of a class that has fewer than 60), all others to test."""
+    if seed < 0:
+        raise UsageError(f"--split-seed is {seed}: give a whole number of at least 0")
     roles = np.where(labels >= 0, TEST, 0).astype(np.uint8)
     rng = np.random.default_rng((seed, 7))
     for label in range(int(labels.max(initial=-1)) + 1):

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Kind = Literal["gcn", "gat"]
+_MOST_LAYERS = 10_000
 Weights = dict[str, "Tensor"]
 """Parameters of one layer: `lin.weight` (out, in), `bias`, and under attention `att_src`, `att_dst`."""
 
@@ -117,6 +118,8 @@ def model_of(
             check_whole(name, number)
         if layers < 1:
             raise UsageError(f"--layers {layers}: a model has at least one")
+        if layers > _MOST_LAYERS:
+            raise UsageError(f"--layers {layers}: a model has at most {_MOST_LAYERS}")
         kind: Any = given
         into = dropout if input_dropout is None else input_dropout
         shape = (width, *[hidden] * (layers - 1), classes)
@@ -166,6 +169,8 @@ def _check_plain(module: Any) -> None:
     odd: list[tuple[str, object, object]] = [("act", type(module.act).__name__, "ReLU")]
     odd += [("norm", getattr(module, "norm", None), None), ("jk", getattr(module, "jk_mode", None), None)]
     for conv in module.convs:
+        last = conv is module.convs[-1]
+        odd += [("concat", getattr(conv, "concat", not last), not last)] if getattr(conv, "heads", 1) > 1 else []
         odd += [(name, getattr(conv, name, plain), plain) for name, plain in _PLAIN.items()]
         odd += [("edge_dim", getattr(conv, "edge_dim", None), None), ("bias", conv.bias is not None, True)]
     for name, found, plain in odd:

@@ -7,7 +7,7 @@ a vertex's neighbours serves the forward gather and, read against the direction,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -72,8 +72,12 @@ class Part:
         return len(self.bounds) - 1
 
 
-def owners(graph: Graph, servers: int) -> Array:
-    """The server of every vertex: few edges cut, parts about equal. METIS, seeded.
+Cut = Callable[["Array", "Array", int], "Sequence[int] | Array"]
+"""Pointers and indices of a graph, and a number of parts, to the part of every vertex."""
+
+
+def owners(graph: Graph, servers: int, cut: Cut | None = None) -> Array:
+    """The server of every vertex: few edges cut, parts about equal. METIS, seeded, unless `cut` does it.
 
     Raises UsageError for more servers than vertices.
     """
@@ -81,20 +85,28 @@ def owners(graph: Graph, servers: int) -> Array:
         raise UsageError(f"--servers {servers} for {graph.vertices} vertices: a server needs at least one, use fewer")
     if servers == 1:
         return np.zeros(graph.vertices, np.int64)
-    found = np.asarray(_metis(graph, servers), np.int64)
+    found = np.asarray((cut or metis)(graph.indptr, graph.indices, servers), np.int64)
     return _nobody_empty(found, servers)
 
 
-def _metis(graph: Graph, servers: int) -> Sequence[int]:
+def check_metis() -> None:
+    """Raises UsageError where it is not installed."""
     try:
-        import pymetis
+        import pymetis  # noqa: F401
     except ImportError:
         raise UsageError("several servers need METIS: pip install 'culm[gnn]', or use --servers 1") from None
+
+
+def metis(indptr: Array, indices: Array, servers: int) -> Sequence[int]:
+    """Of equal parts one is as large as another in edges: gathering costs by the edge."""
+    check_metis()
+    import pymetis
+
     options = pymetis.Options(seed=_METIS_SEED)
     _, membership = pymetis.part_graph(
         servers,
-        adjacency=pymetis.CSRAdjacency(graph.indptr.astype(np.int32), graph.indices),
-        vweights=(graph.degrees + 1).astype(np.int32),  # gathering costs by the edge
+        adjacency=pymetis.CSRAdjacency(indptr.astype(np.int32), indices),
+        vweights=(np.diff(indptr) + 1).astype(np.int32),
         options=options,
     )
     return membership

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,11 +12,10 @@ import torch
 
 from culm.checkpoint.shard import encode
 from culm.checkpoint.storage import Storage
-from culm.errors import UsageError
 from culm.gnn.files import write_part
 from culm.gnn.memory import refuse_what_does_not_fit
 from culm.gnn.parameters import INITIAL
-from culm.gnn.partition import cut, owners
+from culm.gnn.partition import cut
 from culm.gnn.program import first_gather, gathered_width, orders, sent_width
 from culm.gnn.sparse import Adjacency
 
@@ -25,11 +25,14 @@ if TYPE_CHECKING:
     from culm.gnn.board import Mode
     from culm.gnn.graph import Graph
     from culm.gnn.model import Model, Weights
+    from culm.gnn.partition import Array
     from culm.gnn.program import Place
 
 _ALONE = 1 << 17
 """Edges of a graph below which one thread is enough for a server."""
 _FEW_BYTES = 1 << 20
+_COPIES = 5
+"""Of the weights, at least: two versions of a parameter server, what Adam knows of them, and those of a worker."""
 _LARGEST = 1 << 16
 """Vertices of an interval at most: a task then takes tens of milliseconds."""
 
@@ -64,21 +67,20 @@ def check_memory(graph: Graph, model: Model) -> None:
     edges = (graph.edges + graph.vertices) * (
         12 + (model.heads * (24 * model.layers + 16) if model.kind == "gat" else 0)
     )
+    weights = sum(math.prod(shape) for layer in range(model.layers) for shape in model.shapes(layer).values())
     refuse_what_does_not_fit(
-        graph.vertices * width * 4 + edges,
+        graph.vertices * width * 4 + edges + weights * 4 * _COPIES,
         f"training {model.kind} on {graph.name} ({graph.vertices} vertices, {graph.edges} edges)",
     )
 
 
-def write_parts(graph: Graph, model: Model, servers: int, intervals: int, folder: Path) -> int:
+def write_parts(graph: Graph, model: Model, owner: Array, intervals: int, folder: Path) -> int:
     """Cut the graph and write a part for each server; returns how many intervals each has."""
-    if servers < 1 or intervals < 1:
-        raise UsageError(f"{servers} servers with {intervals} intervals: there is at least one of each")
-    parts = cut(graph, owners(graph, servers), intervals, attention=model.kind == "gat")
+    parts = cut(graph, owner, intervals, attention=model.kind == "gat")
     source = source_rows(graph, model)
     labels, roles = torch.from_numpy(graph.labels), torch.from_numpy(graph.roles)
     for part in parts:
-        own = slice(None) if servers == 1 else torch.from_numpy(part.vertices)
+        own = slice(None) if len(parts) == 1 else torch.from_numpy(part.vertices)
         write_part(folder, part, source[own], labels[own], roles[own])
     return parts[0].intervals
 

@@ -21,6 +21,8 @@ from culm.gnn.model import Model
 
 Order = Literal["cached", "multiply", "gather"]
 Place = Literal["worker", "server"]
+FEATURES = "X"
+"""The table of what the first dense task reads: features, or A.X."""
 
 
 class Step(NamedTuple):

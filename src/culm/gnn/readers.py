@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import warnings
 import zipfile
+import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from culm.errors import UsageError
-from culm.gnn.arrays import array, whole
+from culm.gnn.arrays import array, features_of, whole
 from culm.gnn.generate import generate
 from culm.gnn.graph import Graph, from_edges, roles_of
 from culm.gnn.memory import refuse_what_does_not_fit
@@ -24,8 +25,23 @@ if TYPE_CHECKING:
 _SETS = ("train", "val", "test")
 
 
+_NAMES = {
+    "indptr": ("indptr", "adj_indptr"),
+    "indices": ("indices", "adj_indices"),
+    "edge_index": ("edge_index", "edges"),
+    "edge_weight": ("edge_weight", "adj_data"),
+    "labels": ("labels", "y", "label"),
+    "features": ("features", "x", "feat", "attr_matrix"),
+    **{f"feat_{part}": (f"feat_{part}", f"attr_{part}") for part in ("indptr", "indices", "shape", "data")},
+    **{name: (f"{name}_idx", f"{name}_mask") for name in _SETS},
+}
+"""Arrays of an npz: our names, and those of PyG and of the gnn-benchmark files (adj_*, attr_*)."""
+_UNREADABLE = (zipfile.BadZipFile, zlib.error, ValueError, OSError, EOFError, RuntimeError, MemoryError)
+"""What numpy and zipfile raise of a file that is damaged, encrypted, or packed in a way that is not known."""
+
+
 def load(source: str, *, symmetrize: bool = False, split_seed: int = 0) -> Graph:
-    """The graph behind `--graph`: a file in our npz format, or `gen:...`. Raises UsageError where there is none."""
+    """The graph behind `--graph`: an npz, or `gen:...`. Raises UsageError where there is none."""
     if source.startswith("gen:"):
         return generate(source)
     path = Path(source)
@@ -38,50 +54,68 @@ def load(source: str, *, symmetrize: bool = False, split_seed: int = 0) -> Graph
     try:
         with np.load(path, allow_pickle=False) as stored:
             return _from_npz(_Stored(stored, path.stem), symmetrize, split_seed)
-    except (zipfile.BadZipFile, ValueError, OSError, EOFError) as error:
+    except _UNREADABLE as error:
         raise UsageError(f"--graph {source!r} can not be read as npz: {error}") from None
 
 
 class _Stored:
-    """Arrays of an npz by name; one that is missing is named in a sentence."""
+    """Arrays of an npz by our names; one that is missing is named in a sentence."""
 
     def __init__(self, arrays: Any, name: str) -> None:
         self._arrays, self.name = arrays, name
 
+    def called(self, key: str) -> str:
+        """What an array is called here."""
+        return next((name for name in _NAMES[key] if name in self._arrays), key)
+
     def __contains__(self, key: str) -> bool:
-        return key in self._arrays
+        return self.called(key) in self._arrays
 
     def __getitem__(self, key: str) -> Array:
-        if key not in self._arrays:
+        if key not in self:
             raise UsageError(
-                f"{self.name} has no array {key!r}: an npz graph has indptr, indices, labels and features or feat_*"
+                f"{self.name} has no array {key!r}: an npz graph has indptr and indices or edge_index, "
+                "labels, and features or feat_*"
             )
-        found: Array = self._arrays[key]
+        found: Array = self._arrays[self.called(key)]
         return found
 
     def numbers(self, key: str) -> Array:
         """A row of whole numbers."""
         found = self[key]
         if found.ndim != 1:
-            raise UsageError(f"{self.name}: {key} has the shape {found.shape}: give one row of whole numbers")
-        return whole(f"{self.name}: {key}", found)
+            raise UsageError(
+                f"{self.name}: {self.called(key)} has the shape {found.shape}: give one row of whole numbers"
+            )
+        return whole(f"{self.name}: {self.called(key)}", found)
 
-    def get(self, key: str, otherwise: Any) -> Any:
-        return self._arrays.get(key, otherwise)
+    def get(self, key: str) -> Array | None:
+        return self[key] if self.called(key) in self._arrays else None
 
 
 def _from_npz(stored: _Stored, symmetrize: bool, split_seed: int) -> Graph:
-    indptr, indices, labels = stored.numbers("indptr"), stored.numbers("indices"), stored["labels"]
-    vertices = len(indptr) - 1
-    _check_pointers(f"{stored.name}: indptr", indptr, len(indices))
-    targets = np.repeat(np.arange(vertices), np.diff(indptr))
-    roles = None
-    if "train_idx" in stored:
-        roles = roles_of(vertices, *(stored.get(f"{name}_idx", np.zeros(0, np.int64)) for name in _SETS))
+    sources, targets, vertices = _stored_edges(stored)
+    _say_what_weighs(stored.get("edge_weight"))
     return from_edges(
-        indices, targets, vertices, features=_features(stored, vertices), labels=labels, roles=roles,
+        sources, targets, vertices, features=_features(stored, vertices), labels=stored["labels"],
+        roles=_roles({name: stored.get(name) for name in _SETS}, vertices),
         symmetrize=symmetrize, split_seed=split_seed, name=stored.name,
     )  # fmt: skip
+
+
+def _stored_edges(stored: _Stored) -> tuple[Array, Array, int]:
+    """Sources, targets, and the number of vertices."""
+    if "edge_index" in stored and "indptr" not in stored:
+        ends = stored["edge_index"]
+        if ends.ndim != 2 or 2 not in ends.shape:
+            called = stored.called("edge_index")
+            raise UsageError(f"{stored.name}: {called} has the shape {ends.shape}: give two rows of vertex numbers")
+        ends = whole(f"{stored.name}: {stored.called('edge_index')}", ends)
+        return (*(ends if len(ends) == 2 else ends.T), stored["labels"].size)
+    indptr, indices = stored.numbers("indptr"), stored.numbers("indices")
+    vertices = len(indptr) - 1
+    _check_pointers(f"{stored.name}: {stored.called('indptr')}", indptr, len(indices))
+    return indices, np.repeat(np.arange(vertices), np.diff(indptr)), vertices
 
 
 def _check_pointers(name: str, pointers: Array, count: int) -> None:
@@ -105,13 +139,13 @@ def _features(stored: _Stored, vertices: int) -> Array | None:
     _check_pointers("feat_indptr", indptr, len(columns))
     if len(columns) and not 0 <= columns.min() <= columns.max() < width:
         raise UsageError(f"feat_indices goes up to {columns.max()} for {width} features: number them from 0")
-    values = stored.get("feat_data", np.float32(1.0))
-    if values.ndim and len(values) != len(columns):
+    values = stored["feat_data"] if "feat_data" in stored else np.ones((), np.float32)
+    if values.ndim and values.shape != columns.shape:
         raise UsageError(f"feat_data has {len(values)} values for {len(columns)} feat_indices: give one for each")
     refuse_what_does_not_fit(rows * width * 4, f"a feature matrix of {rows} x {width}")
-    dense = np.zeros((rows, width), np.float32)
-    dense[np.repeat(np.arange(rows), np.diff(indptr)), columns] = values
-    return dense
+    dense = np.zeros(rows * width, np.float32)
+    np.add.at(dense, np.repeat(np.arange(rows), np.diff(indptr)) * width + columns, features_of(values))
+    return dense.reshape(rows, width)
 
 
 def as_graph(

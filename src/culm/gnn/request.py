@@ -14,6 +14,7 @@ from culm.gnn import faults, prepare
 from culm.gnn.board import MODES, Mode
 from culm.gnn.graph import VAL
 from culm.gnn.model import check_whole, initial_weights
+from culm.gnn.partition import check_metis
 from culm.gnn.price import prices_of
 from culm.observe.folder import vacant
 
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
 
 
 _SECONDS = ("latency_s", "worker_seconds")
+_MOST = {"threads": 1024, "workers": 10_000}
+_MOST_OF_ANYTHING = 10**7
+"""Every server lists the passes of a run."""
+_SEEDS = 1 << 63
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,15 +70,10 @@ class Request:
 
     def check(self) -> None:
         """Raises UsageError for what can not be."""
-        least = {"epochs": 1, "staleness": 0, "servers": 1, "parameter_servers": 1, "patience": 0, "latency_s": 0}
-        least |= {"evaluate_every": 1, "checkpoint_every": 1, "intervals": 1, "threads": 1, "worker_seconds": 5}
-        for name, low in least.items():
-            given = getattr(self, name)
-            if given is not None and name not in _SECONDS:
-                check_whole(name, given)
-            if given is not None and not low <= given < math.inf:
-                raise UsageError(f"--{name.removesuffix('_s').replace('_', '-')} is {given}: give at least {low}")
+        self._check_counts()
         check_whole("seed", self.seed)
+        if not -_SEEDS <= self.seed < _SEEDS:
+            raise UsageError(f"--seed is {self.seed}: give a number of up to 63 bits")
         _check_host(self.host)
         for name, given in (("lr", self.adam.lr), ("weight_decay", self.adam.weight_decay)):
             if not (math.isfinite(given) and given >= 0):
@@ -86,18 +86,35 @@ class Request:
             raise UsageError(
                 f"--servers {self.servers} for {self.graph.vertices} vertices: a server needs at least one, use fewer"
             )
+        if self.servers > 1:
+            check_metis()
         if self.workers != "auto" and (type(self.workers) is not int or self.workers < 1):
             raise UsageError(f"--workers {self.workers!r}: give a number of at least 1, or auto")
+        if self.first_workers > _MOST["workers"]:
+            raise UsageError(f"--workers {self.workers}: give at most {_MOST['workers']}")
         if self.edges not in (None, "worker", "server"):
             raise UsageError(f"edges is {self.edges!r}: give worker or server, or nothing to decide by size")
         for kill in self.kills:
             faults.parse(kill, self.servers, self.parameter_seats, self.epochs)
+        prepare.check_memory(self.graph, self.model)
         initial_weights(self.model, self.seed, self.init)
         if self.out is not None:
             vacant(self.out, resumable=False)
         prices_of().machine(self.instance)
         derive(self.suspect_after)
-        prepare.check_memory(self.graph, self.model)
+
+    def _check_counts(self) -> None:
+        least = {"epochs": 1, "staleness": 0, "servers": 1, "parameter_servers": 1, "patience": 0, "latency_s": 0}
+        least |= {"evaluate_every": 1, "checkpoint_every": 1, "intervals": 1, "threads": 1, "worker_seconds": 5}
+        for name, low in least.items():
+            given, most = getattr(self, name), _MOST.get(name, _MOST_OF_ANYTHING)
+            if given is None:
+                continue
+            if name not in _SECONDS:
+                check_whole(name, given)
+            if not low <= given <= most:
+                bound = f"at most {most}" if most < given < math.inf else f"at least {low}"
+                raise UsageError(f"--{name.removesuffix('_s').replace('_', '-')} is {given}: give {bound}")
 
     @property
     def parameter_seats(self) -> int:

@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from culm.checkpoint.storage import Storage
 from culm.gnn import faults, prepare
+from culm.gnn.cutter import CUTTER, owners_aside
 from culm.gnn.dash import Render, kept_fresh, served
 from culm.gnn.desk import Desk
 from culm.gnn.launch.base import Launcher
@@ -30,8 +31,10 @@ from culm.observe.folder import RunFolder, claim
 
 if TYPE_CHECKING:
     from culm.gnn.findings import Findings
+    from culm.gnn.partition import Array
     from culm.gnn.request import Request
 
+T = TypeVar("T")
 SERVERS = "culm.gnn.host:serve"
 _TUNE_S = 0.25
 _PAGE = "report.html"
@@ -59,6 +62,7 @@ class Watcher:
 async def run(wanted: Request, workers: Launcher, watcher: Watcher) -> Outcome:
     """To the end. Raises RunError when it fails; nothing is left running either way."""
     servers = LocalLauncher(entry=SERVERS, beside=workers if isinstance(workers, LocalLauncher) else None)
+    cutter = LocalLauncher(entry=CUTTER, beside=servers)
     servers.warm()  # it imports while the graph is cut
     if wanted.out is not None:
         claim(wanted.out, resumable=False)
@@ -66,7 +70,7 @@ async def run(wanted: Request, workers: Launcher, watcher: Watcher) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="culm-gnn-") as scratch:
         try:
             folder.open()
-            return await _Run(wanted, watcher, folder, Path(scratch), workers, servers).go()
+            return await _Run(wanted, watcher, folder, Path(scratch), workers, servers, cutter).go()
         finally:
             await asyncio.gather(workers.close(), servers.close())
             folder.close()
@@ -76,10 +80,17 @@ class _Run:
     """One run: everything that lives in the process that started it."""
 
     def __init__(
-        self, wanted: Request, watcher: Watcher, folder: RunFolder, scratch: Path, workers: Launcher, servers: Launcher
+        self,
+        wanted: Request,
+        watcher: Watcher,
+        folder: RunFolder,
+        scratch: Path,
+        workers: Launcher,
+        servers: Launcher,
+        cutter: LocalLauncher,
     ) -> None:
         self._wanted, self._watcher, self._folder = wanted, watcher, folder
-        self._workers, self._servers = workers, servers
+        self._workers, self._servers, self._cutter = workers, servers, cutter
         self._scratch = scratch
         self._run, self._token = secrets.token_hex(6), secrets.token_hex(24)
         self._began = time.monotonic()
@@ -89,9 +100,11 @@ class _Run:
         self._steps: list[dict[str, Any]] = []
 
     async def go(self) -> Outcome:
-        setup, intervals = await asyncio.to_thread(self._prepare)
-        self._watcher.prepared(setup, self._wanted.graph)
+        self._watcher.told("cutting the graph")
         wanted = self._wanted
+        owner = await owners_aside(wanted.graph, wanted.servers, self._cutter, self._scratch / "cut")
+        setup, intervals = await _to_its_end(lambda: self._prepare(owner))
+        self._watcher.prepared(setup, wanted.graph)
         async with meet(
             wanted.etcd, self._run, self._token, suspect_after=wanted.suspect_after, said=self._watcher.told
         ) as meeting:
@@ -164,16 +177,15 @@ class _Run:
         ]
         await faults.inject(kills, leader, desk, self._event, wanted.seed)
 
-    def _prepare(self) -> tuple[Setup, int]:
+    def _prepare(self, owner: Array) -> tuple[Setup, int]:
         wanted = self._wanted
-        self._watcher.told("cutting the graph")
         parts = self._scratch / "parts"
         parts.mkdir()
         checkpoints = self._folder.checkpoints or str(self._scratch / "checkpoints")
         count = wanted.intervals or prepare.default_intervals(
             wanted.graph.vertices, wanted.servers, wanted.first_workers, wanted.mode
         )
-        intervals = prepare.write_parts(wanted.graph, wanted.model, wanted.servers, count, parts)
+        intervals = prepare.write_parts(wanted.graph, wanted.model, owner, count, parts)
         prepare.write_initial(initial_weights(wanted.model, wanted.seed, wanted.init), checkpoints)
         setup = Setup(
             run=self._run,
@@ -234,3 +246,13 @@ class _Run:
             setup, findings, desk, self._wanted.graph, intervals,
             launcher=self._workers.name, instance=self._wanted.instance, wall_s=time.monotonic() - self._began,
         )  # fmt: skip
+
+
+async def _to_its_end(work: Callable[[], T]) -> T:
+    """What a thread comes to. One that is cancelled is waited for: it writes where all is about to be removed."""
+    running = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait([running])
+        raise

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from culm.cluster.store import Store
     from culm.gnn.link import Heard
+    from culm.gnn.model import Model
 
 _TICK_S = 0.1
 _MOMENT_S = 0.001
@@ -61,19 +62,11 @@ class GraphSession:
         self._peers: dict[int, Link] = {}
         self._parameter: list[Link] = []
         self._biases: dict[tuple[int, int], Stashed] = {}
-        steps = [str(s) for s in walk(setup.model, train=True) if gradients_of(setup.model, s)]
-        self._tally: dict[int, Tally[tuple[int, str]]] = {
-            layer: Tally([(i, s) for i in range(self._shard.intervals) for s in steps if layer in self._layers(s)])
-            for layer in range(setup.model.layers)
-        }
+        self._tally = tallies(setup.model, self._shard.intervals)
         self._notes = Notes(number, generation.number, self._shard.intervals)
         self._crew = Crew(self._board, self._shard, self._notes, setup.in_flight, self._count)
         self._told = generation.start
         self._wake, self._broken = asyncio.Event(), asyncio.Event()
-
-    def _layers(self, name: str) -> tuple[int, ...]:
-        step = next(s for s in walk(self._setup.model, train=True) if str(s) == name)
-        return gradients_of(self._setup.model, step)
 
     # The generation.
 
@@ -267,3 +260,12 @@ class GraphSession:
             await self._store.put(
                 f"report/graph-{self._number}", pack(self._notes.report(self._board, len(self._crew)))
             )
+
+
+def tallies(model: Model, intervals: int) -> dict[int, Tally[tuple[int, str]]]:
+    """By layer: whose gradients make up those of an epoch, every interval at every step that has some for it."""
+    steps: dict[int, list[str]] = {layer: [] for layer in range(model.layers)}
+    for step in walk(model, train=True):
+        for layer in gradients_of(model, step):
+            steps[layer].append(str(step))
+    return {layer: Tally([(i, s) for i in range(intervals) for s in own]) for layer, own in steps.items()}

@@ -21,7 +21,7 @@ import torch
 
 from culm.gnn.arena import Arena
 from culm.gnn.graph import once
-from culm.gnn.program import Step, first_gather, gathered_width, sent_width
+from culm.gnn.program import FEATURES, Step, first_gather, gathered_width, sent_width
 from culm.gnn.sparse import Adjacency
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Shard:
         self._first = first_gather(model)
         self.arena = Arena(_shapes(part, model, source.shape[1]))
         self.tables = dict(self.arena.tables)
-        for name, given in (("X", source), ("labels", labels), ("roles", roles), ("vertices", part.vertices)):
+        for name, given in ((FEATURES, source), ("labels", labels), ("roles", roles), ("vertices", part.vertices)):
             self.tables[name].copy_(torch.as_tensor(given))
         self.tables["indptr"].copy_(torch.as_tensor(part.indptr))
         if model.attention_dropout:
@@ -103,7 +103,7 @@ class Shard:
             back = [own(f"A{step.layer}", edges), own(f"B{step.layer}", edges)] if step.back else []
             chance = [own("numbers", edges)] if self._model.attention_dropout else []
             return [offsets, own(f"S{step.layer}", edges), *back, *chance]
-        source = own("X" if step.layer == self._first else f"G{step.layer - 1}")
+        source = own(FEATURES if step.layer == self._first else f"G{step.layer - 1}")
         if step.back:
             return [own("vertices"), own(f"U{step.layer}")] + ([] if kept else [source])
         last = [own("labels"), own("roles")] if step.layer == self._model.layers else []
@@ -190,7 +190,7 @@ def _shapes(part: Part, model: Model, width: int) -> Mapping[str, tuple[str, tup
     size, edges, heads = part.size, len(part.indices), model.heads
     received = sum(int(bounds[-1] - bounds[0]) for bounds in part.edge_bounds.values())
     found: dict[str, tuple[str, tuple[int, ...]]] = {
-        "X": ("float32", (size, width)),
+        FEATURES: ("float32", (size, width)),
         "labels": ("int64", (size,)),
         "roles": ("uint8", (size,)),
         "vertices": ("int64", (size,)),

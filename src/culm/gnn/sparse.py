@@ -21,6 +21,11 @@ _SPREAD = 1 << 21
 """Entries up to which an interval's edges are laid out for all heads at once: beyond, memory is dearer than calls."""
 
 
+def matrix(offsets: Tensor, columns: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:
+    """A sparse one, in CSR; nothing is checked, since that would take longer than to multiply by it."""
+    return torch.sparse_csr_tensor(offsets, columns, values, shape, check_invariants=False)
+
+
 class Adjacency:
     """Edges of the vertices of one interval: rows are these vertices, columns the server's own vertices and ghosts."""
 
@@ -66,7 +71,7 @@ class Adjacency:
         return torch.segment_reduce(values, "sum", offsets=self.offsets.long(), axis=0)
 
     def _with(self, values: Tensor) -> Tensor:
-        return torch.sparse_csr_tensor(self.offsets, self.columns, values, self._shape, check_invariants=False)
+        return matrix(self.offsets, self.columns, values, self._shape)
 
     def _fits(self, heads: int) -> bool:
         """Whether there is room for the edges of all heads at once, and numbers for their columns."""
@@ -99,7 +104,7 @@ class _Spread:
         """With these values, a row of heads for each edge; None: zeros."""
         places = self._places
         entries = torch.zeros(len(places)) if values is None else values.reshape(-1).index_select(0, places)
-        return torch.sparse_csr_tensor(self._offsets, self._columns, entries, self._shape, check_invariants=False)
+        return matrix(self._offsets, self._columns, entries, self._shape)
 
     def values(self, entries: Tensor) -> Tensor:
         """The entries of such a matrix as a row of heads for each edge."""

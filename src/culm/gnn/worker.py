@@ -24,10 +24,11 @@ from culm.errors import RunError
 from culm.gnn import messages as say
 from culm.gnn.arena import mapped
 from culm.gnn.compute import Kernel, Outcome
+from culm.gnn.few import Few, few
 from culm.gnn.link import Link, dial
 from culm.gnn.lookahead import Stashed, received
 from culm.gnn.passes import Pass
-from culm.gnn.program import Step
+from culm.gnn.program import FEATURES, Step
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -120,6 +121,7 @@ class _Generation:
         self._weights: dict[int, dict[int, Stashed]] = {}
         self._asked: set[tuple[int, int]] = set()
         self._kept: dict[tuple[Link, int, int], tuple[int, Kept]] = {}
+        self._few: dict[tuple[Link, int, int], Few | None] = {}
         self._able: list[_Job] = []
         self._waiting: list[_Job] = []
         """For weights."""
@@ -275,9 +277,19 @@ class _Generation:
         begun = time.perf_counter()
         with torch.inference_mode():
             step, now = Step(kind, layer, back, "worker"), Pass(*job.work.now)
-            outcome = self._kernel.run(step, now, job.inputs, weights, kept)
+            outcome = self._kernel.run(step, now, job.inputs, weights, kept, self._features(job))
         self._took[job.work.step] = time.perf_counter() - begun
         return outcome
+
+    def _features(self, job: _Job) -> Few | None:
+        """Those that a task reads, where they are few: found once, since they never change."""
+        for (table, start, stop), rows in zip(job.work.pieces, job.inputs, strict=True):
+            if table == FEATURES:
+                place = (job.server, start, stop)
+                if place not in self._few:
+                    self._few[place] = few(rows)
+                return self._few[place]
+        return None
 
     def _answer(self, job: _Job, outcome: Outcome, begun: float) -> None:
         number, _, interval = job.work.task
