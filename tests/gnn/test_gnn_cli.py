@@ -14,7 +14,6 @@ import pytest
 from tests.gnn.folder import nobody_left
 
 from culm.cli import main
-from culm.gnn.page import page
 
 SMALL = "gen:sbm,vertices=60,classes=3,features=6"
 PROMISED = ("steps", "samples", "samples_expected", "samples_lost", "samples_duplicated", "wall_s", "goodput",
@@ -106,13 +105,6 @@ def test_an_npz_with_an_edge_in_one_direction_is_refused(tmp_path: Path, capsys:
     np.savez(path, indptr=[0, 1, 1], indices=[1], labels=[0, 1], features=np.ones((2, 2)))
     assert culm("--graph", str(path)) == 2
     assert "1 of 1 edges have no reverse, the first from 1 to 0" in capsys.readouterr().err
-
-
-def test_a_page_escapes_what_it_shows_and_needs_no_points() -> None:
-    made = page({"graph": "<b>"}, [{"t": 1.0, "kind": "kill", "node": "<i>"}], [])
-    assert "<b>" not in made
-    assert "<i>" not in made
-    assert "<svg" not in made
 
 
 @pytest.mark.usefixtures("forked")
