@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
+
+import msgspec
 import pytest
 from tests.known import ready
 
+from culm.cluster.etcd import parse_access
+from culm.cluster.setup import NodeRecord, encode
 from culm.cluster.store import Change
-from culm.errors import CulmError
+from culm.errors import CulmError, UsageError
 from culm.observe.facts import facts
 from culm.observe.reading import Contents, Step
 from culm.observe.view import of_run
-from culm.providers.heard import Heard, halved
+from culm.providers.heard import Heard, halved, listening
+from culm.providers.stores import in_etcd
 from culm.testing import Cluster, Faults
 from culm.testing.cluster import NO_FAULTS, Script, enact
 
+from .etcds import etcd_with
 from .jobs import boom, job, layers
 
 JOB = job(steps=8)
+SECRET = b"a secret of the test"
+PATIENCE_S = 60.0
 
 
 def watching(seen: list[Contents]) -> Script:
@@ -98,3 +108,29 @@ def test_of_a_very_long_run_two_steps_become_one_and_no_sample_is_lost() -> None
     assert [step.step for step in few] == [1, 3, 5, 6]
     assert sum(step.samples for step in few) == 56
     assert few[1].eval_loss == 0.5
+
+
+@pytest.mark.real
+def test_a_run_elsewhere_is_heard_of_through_its_etcd_by_who_knows_the_secret(tmp_path: Path) -> None:
+    with etcd_with(tmp_path / "etcd") as url:
+        asyncio.run(asyncio.wait_for(_heard_through(url), PATIENCE_S))
+
+
+async def _heard_through(url: str) -> None:
+    access, said = parse_access(url), list[str]()
+    async with in_etcd(access, "napping", 5.0, SECRET) as (store, place):
+        with pytest.raises(UsageError, match="CULM_SECRET is not the secret of this job"):
+            async with listening(msgspec.structs.replace(place, secret=SECRET + b"!"), said.append):
+                raise AssertionError
+        await store.put("setup", encode(ready(JOB, pipelines=2, stages=2)))
+        async with listening(place, said.append) as heard:
+            await store.put("nodes/0", encode(NodeRecord(0, "10.0.0.1:5", "10.0.0.1:6", "cpu", zone="b")))
+            await store.put("nodes/1", encode(NodeRecord(1, "10.0.0.2:5", "10.0.0.2:6", "cpu", leaves_in=20.0)))
+            while facts(heard.look()).there < 2:
+                await asyncio.sleep(0.01)
+            await store.delete("nodes/1")
+            while (found := facts(heard.look())).there > 1:
+                await asyncio.sleep(0.01)
+    assert (found.state, found.asked, found.preemptions) == ("running", 8, 1)
+    assert [stay.how for stay in found.stays if stay.notices] == ["left"]
+    assert said == []

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.observe.told import EVENTS, START, SUMMARY, contents, steps
 
-from culm.observe.facts import Point, facts, goodputs, paces, same_weights, sentence, thinned
+from culm.observe.facts import facts, goodputs, paces, same_weights, sentence, thinned
 from culm.observe.reading import Contents, Folder, Step
 from culm.testing import Faults
 
@@ -95,6 +95,15 @@ def test_events_are_sentences_and_unknown_ones_their_fields() -> None:
     assert sentence({"t": 1, "kind": "epoch", "number": 2, "members": [0, 1]}) == "epoch 2 begins with nodes 0, 1"
     assert sentence({"t": 1, "kind": "moon_landed", "why": "x", "crew": 3}) == "moon landed: crew 3"
     assert sentence({"t": 1, "kind": "notice", "seconds": "soon"}) == "notice: seconds soon"
+    graph = {"t": 1, "kind": "run_started", "graph": "cora", "model": "gcn", "mode": "pipe", "epochs": 9}
+    assert sentence(graph) == "the run begins: cora, gcn, pipe, up to epoch 9"
+
+
+def test_what_several_say_for_one_reason_is_told_once() -> None:
+    doubts = [{"t": 4.6, "kind": "suspected", "node": node, "why": "it broke"} for node in (0, 1, 1)]
+    told = [h.text for h in facts(contents(events=[*EVENTS[:9], *doubts])).happened]
+    assert told[-1] == "node 0, 1: somebody is missed"
+    assert sum("missed" in text for text in told) == 1
 
 
 def test_same_weights_needs_ends_to_compare() -> None:
@@ -107,24 +116,26 @@ def test_same_weights_needs_ends_to_compare() -> None:
 
 
 def test_a_long_run_keeps_its_ends_and_its_spikes() -> None:
-    points = [Point(float(n), n, 1.0 / (n + 1)) for n in range(100_000)]
-    points[77_777] = Point(77_777.0, 77_777, 50.0)
-    few = thinned(points)
+    values = [1.0 / (n + 1) for n in range(100_000)]
+    values[77_777] = 50.0
+    few = thinned(values)
     assert len(few) <= 1504
-    assert (few[0], few[-1]) == (points[0], points[-1])
-    assert points[77_777] in few
-    assert [p.step for p in few] == sorted({p.step for p in few})
+    assert (few[0], few[-1]) == (0, 99_999)
+    assert 77_777 in few
+    assert few == sorted(set(few))
+    assert thinned(values[:9]) == list(range(9))
 
 
 def test_a_pause_is_a_dent_in_the_pace_and_no_sample_is_left_out() -> None:
-    counts = [Point(float(n), n, 8) for n in range(20)] + [Point(30.0 + n, 20 + n, 8) for n in range(20)]
-    windows = paces(counts)
+    times = [*map(float, range(20)), *(30.0 + n for n in range(20))]
+    windows = paces(times, [8] * 40)
     width = windows[1][0] - windows[0][0]
     assert sum(value for _, value in windows) * width == pytest.approx(8 * 39)
     assert min(value for _, value in windows) < 1.0
     assert windows[0][1] == pytest.approx(8.0)
-    assert goodputs(counts, 0.0)[-1][1] == pytest.approx(8 * 40 / 49)
-    assert paces(counts[:2]) == []
+    assert goodputs(times, [8] * 40, 0.0)[-1] == (49.0, pytest.approx(8 * 40 / 49))
+    assert paces(times[:2], [8, 8]) == []
+    assert paces([1.0, 1.0, 1.0], [8] * 3) == []
 
 
 def test_a_real_folder_is_read_whatever_became_of_its_run(tmp_path: Path) -> None:

@@ -249,7 +249,7 @@ class _Run:
     def _contents(self, summary: dict[str, Any], *, live: bool = False) -> Contents:
         """What a page can be made of."""
         name = (self._wanted.out or "").rstrip("/").rpartition("/")[2] or self._wanted.graph.name
-        return Contents(name=name, summary=summary, steps=self._steps, events=self._events, live=live)
+        return Contents(name=name, summary=summary, steps=list(self._steps), events=list(self._events), live=live)
 
     def _summary(self, setup: Setup, findings: Findings, desk: Desk, intervals: int) -> dict[str, Any]:
         """What it has come to so far."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from culm.observe.facts import Facts, Mark, goodputs, paces, thinned
+from culm.observe.facts import Facts, Mark
 from culm.observe.reading import Trace
 from culm.schedule.show import COLOURS
 
@@ -37,9 +37,9 @@ _TIME = "seconds"
 def losses(run: Facts, *, over: str) -> Figure:
     """Loss and evaluation loss over steps or seconds."""
     unit = "epoch" if run.graph else "step"
-    found = [_curve(thinned(run.losses), over, "loss", LINES[0])]
+    found = [_curve(run.losses, over, "loss", LINES[0])]
     if run.evaluations:
-        curve = _curve(thinned(run.evaluations), over, "evaluation loss", LINES[1])
+        curve = _curve(run.evaluations, over, "evaluation loss", LINES[1])
         found.append({**curve, "mode": "lines+markers", "marker": {"size": 5}})
     made = figure(found, x=unit if over == "step" else _TIME, y="loss")
     return with_marks(made, run.marks) if over == "t" else made
@@ -83,10 +83,7 @@ def figure(data: Sequence[Figure], *, x: str, y: str, height: int = 300) -> Figu
 
 def pace(run: Facts) -> Figure:
     """Samples a second in windows of time, and the goodput: all samples over all time."""
-    windows = paces(run.counts)
-    begin = run.setup_s if run.setup_s is not None and not run.graph and not run.start.get("start") else None
-    whole = goodputs(run.counts, begin)
-    whole = whole[:: -(-len(whole) // 400) or 1]
+    windows, whole = run.paces, run.goodputs
     found = [
         {**line([t for t, _ in windows], [v for _, v in windows], "pace", LINES[0]), "line": _stepped(LINES[0])},
         line([t for t, _ in whole], [v for _, v in whole], "goodput so far", LINES[1]),
@@ -148,18 +145,29 @@ def nodes(run: Facts) -> Figure | None:
         bars.setdefault("no slot", []).append((stay.came, end, stay.node, f"node {stay.node}: there, without a slot"))
         for a, b, slot in stay.posts:
             name = f"pipeline {slot.partition('.')[0]}" if "." in slot else "in the epoch"
-            bars.setdefault(name, []).append((a, b, stay.node, f"node {stay.node}: slot {slot}"))
+            text = f"node {stay.node}: slot {slot}{_epochs(run, a, b)}"
+            bars.setdefault(name, []).append((a, b, stay.node, text))
     if run.graph:
         bars = {"there": [(a, b, node, text.partition(":")[0]) for a, b, node, text in bars["no slot"]]}
     names = sorted(bars, key=lambda name: (name.startswith("pipeline"), len(name), name))
-    colours = {name: "#9aa0aa" if name == "no slot" else LINES[i % len(LINES)] for i, name in enumerate(names, -1)}
+    first = 0 if run.graph else -1
+    colours = {name: "#9aa0aa" if name == "no slot" else LINES[i % len(LINES)] for i, name in enumerate(names, first)}
     found = [_bars(name, bars[name], colours[name]) for name in names]
     found += _ends(stays)
     height = max(140, min(900, 110 + (24 if len(rows) <= 24 else 9) * len(rows)))
     made = figure(found, x=_TIME, y="node", height=height)
     made["layout"] |= {"barmode": "overlay", "bargap": 0.25, "showlegend": True}
     made["layout"]["yaxis"] |= {"type": "category", "categoryorder": "array", "categoryarray": rows[::-1]}
+    made["layout"]["yaxis"]["title"]["text"] = "" if run.graph else "node"
     return made
+
+
+def _epochs(run: Facts, begin: float, end: float) -> str:
+    """Those that lie in a stretch of time."""
+    found = [number for t, number in run.epochs if begin <= t < end]
+    if len(found) < 2:
+        return f", epoch {found[0]}" if found else ""
+    return f", epochs {found[0]} to {found[-1]}"
 
 
 def _bars(name: str, bars: Sequence[tuple[float, float, str, str]], colour: str) -> Figure:
@@ -286,7 +294,7 @@ def overlaid(runs: Sequence[Facts], *, over: str) -> Figure:
     """The losses of several runs, over each other; the later ones dashed, so that equal ones are seen to be."""
     found = []
     for number, run in enumerate(runs):
-        curve = _curve(thinned(run.losses, 1000), over, run.name, LINES[number % len(LINES)])
+        curve = _curve(run.losses, over, run.name, LINES[number % len(LINES)])
         found.append(curve | {"line": {**curve["line"], "dash": ("solid", "dash", "dot", "dashdot")[number % 4]}})
     unit = "epoch" if all(run.graph for run in runs) else "step"
     return figure(found, x=unit if over == "step" else _TIME, y="loss", height=340)
@@ -296,7 +304,7 @@ def paced(runs: Sequence[Facts]) -> Figure:
     """The paces of several runs."""
     found = []
     for number, run in enumerate(runs):
-        windows = paces(run.counts, 160)
+        windows = run.paces
         colour = LINES[number % len(LINES)]
         curve = line([t for t, _ in windows], [v for _, v in windows], run.name, colour)
         found.append(curve | {"line": _stepped(colour)})

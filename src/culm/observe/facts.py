@@ -6,13 +6,15 @@ None, and not made up.
 
 from __future__ import annotations
 
+import bisect
+import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Any, Literal, NamedTuple
 
-from culm.observe.reading import Contents, Step
+from culm.observe.reading import Contents, Figure, Step
 
 State = Literal["waiting", "running", "done", "failed", "cut off"]
 Event = Mapping[str, Any]
@@ -113,10 +115,15 @@ class Facts:
     loss: float | None = None
     evaluation: float | None = None
     losses: tuple[Point, ...] = ()
+    """As many as can be told apart."""
     evaluations: tuple[Point, ...] = ()
-    counts: tuple[Point, ...] = ()
-    """Samples of each step."""
+    paces: tuple[tuple[float, float], ...] = ()
+    """Samples a second in windows of time."""
+    goodputs: tuple[tuple[float, float], ...] = ()
+    """Samples so far over seconds so far."""
     stays: tuple[Stay, ...] = ()
+    epochs: tuple[tuple[float, int], ...] = ()
+    """When each began, and its number."""
     marks: tuple[Mark, ...] = ()
     happened: tuple[Happened, ...] = ()
     checkpoints: tuple[tuple[float, int, int], ...] = ()
@@ -145,16 +152,18 @@ def facts(contents: Contents) -> Facts:
     """All there is to say."""
     events, ends = _on_one_axis(contents.events)
     starts = _starts(contents.events)
-    steps = list(_steps(contents, starts, ends))
+    steps, times = contents.steps, _times(contents.steps, starts, ends)
     start: Event = next((e for e in reversed(events) if e["kind"] == "run_started"), {})
     graph = _is_graph(contents)
-    state, why = _state(contents, events, steps)
+    state, why = _state(contents, events, times)
     summary = dict(contents.summary or {}) if state == "done" or contents.live else {}
-    last = max([0.0, *(float(e["t"]) for e in events), *(t for t, _ in steps[-1:])])
+    last = max([0.0, *(float(e["t"]) for e in events), *times[-1:]])
     recoveries = _recoveries(events, summary)
-    part = [(t, s) for t, s in steps if not starts or s.step >= starts[-1]]
-    speed = _speed(part, [e for e in events if e["t"] >= _begin(ends)], _begin(ends), summary)
+    last_part = next((i for i, s in enumerate(steps) if s.step >= starts[-1]), len(steps)) if starts else 0
+    part = steps[last_part:]
+    speed = _speed(part, times[last_part:], [e for e in events if e["t"] >= _begin(ends)], _begin(ends), summary)
     once, proof = _proof(part, start, summary)
+    samples = [step.samples for step in steps]
     return Facts(
         name=contents.name,
         job=str(start.get("job") or summary.get("graph") or start.get("graph") or ""),
@@ -164,22 +173,24 @@ def facts(contents: Contents) -> Facts:
         start=start,
         summary=summary,
         now=contents.now,
-        steps=_whole(summary.get("steps"), steps[-1][1].step + 1 if steps else _whole(start.get("start"), 0)),
+        steps=_whole(summary.get("steps"), steps[-1].step + 1 if steps else _whole(start.get("start"), 0)),
         asked=_whole(start.get("epochs"), None) or _whole(start.get("steps"), None),
-        samples=_whole(summary.get("samples"), sum(s.samples for _, s in part)),
+        samples=_whole(summary.get("samples"), sum(s.samples for s in part)),
         once=once,
         proof=proof,
         preemptions=_whole(summary.get("preemptions"), len(_gone(events))),
         recoveries=recoveries,
         recovering_s=sum(found.total_ms for found in recoveries) / 1e3,
         **speed,
-        left_s=_left(part, start, state),
+        left_s=_left(part, times, start, state),
         loss=_number(summary.get("final_loss"), _last(steps, "loss")),
         evaluation=_last(steps, "eval_loss"),
-        losses=tuple(_points(steps, "loss")),
-        evaluations=tuple(_points(steps, "eval_loss")),
-        counts=tuple(Point(t, s.step, s.samples) for t, s in steps),
+        losses=tuple(_points(steps, times, [step.loss for step in steps])),
+        evaluations=tuple(_points(steps, times, [step.eval_loss for step in steps])),
+        paces=tuple(paces(times, samples)),
+        goodputs=tuple(goodputs(times, samples, speed["setup_s"] if not starts else None)),
         stays=tuple(_stays(events, last)),
+        epochs=tuple((e["t"], _whole(e.get("number"), 0)) for e in events if e["kind"] == "epoch"),
         marks=tuple(_marks(events)),
         happened=tuple(_happened(events)),
         checkpoints=tuple(
@@ -218,18 +229,19 @@ def _on_one_axis(events: Sequence[Event]) -> tuple[list[dict[str, Any]], list[fl
     return found, [*ends, end]
 
 
-def _steps(contents: Contents, starts: Sequence[int], ends: Sequence[float]) -> Iterator[tuple[float, Step]]:
-    """Steps with their time on the axis. A step stands there once, in the last part that has run it."""
-    for step in contents.steps:
-        part = sum(step.step >= start for start in starts)
-        yield (ends[part - 1] if part else 0.0) + step.t, step
+def _times(steps: Sequence[Step], starts: Sequence[int], ends: Sequence[float]) -> list[float]:
+    """When steps ended, on the axis. A step stands there once, in the last part that has run it."""
+    if not starts:
+        return [step.t for step in steps]
+    parts = [sum(step.step >= start for start in starts) for step in steps]
+    return [(ends[part - 1] if part else 0.0) + step.t for part, step in zip(parts, steps, strict=True)]
 
 
 def _is_graph(contents: Contents) -> bool:
     return "epochs" in (contents.summary or {}) or any(e["kind"] in ("generation", "queues") for e in contents.events)
 
 
-def _state(contents: Contents, events: Sequence[Event], steps: Sequence[tuple[float, Step]]) -> tuple[State, str]:
+def _state(contents: Contents, events: Sequence[Event], times: Sequence[float]) -> tuple[State, str]:
     """How it stands, and how that is known. A summary of a part before a resume is not one of the run."""
     ended = next((e for e in reversed(events) if e["kind"] in ("run_started", "finished", "failed")), None)
     if ended is not None and ended["kind"] == "failed":
@@ -239,17 +251,17 @@ def _state(contents: Contents, events: Sequence[Event], steps: Sequence[tuple[fl
     )
     if contents.summary is not None and not contents.live and not began_again:
         return "done", ""
-    if not events and not steps:
+    if not events and not times:
         return "waiting", "nothing was heard of it yet"
-    quiet, pace = contents.quiet_s, _step_s(steps)
+    quiet, pace = contents.quiet_s, _step_s(times)
     if contents.live or quiet is None or quiet < max(SILENT_S, 20 * pace):
         return "running", ""
     return "cut off", f"no end was written, and nothing at all for {quiet:.0f} s"
 
 
-def _step_s(steps: Sequence[tuple[float, Step]]) -> float:
-    lately = steps[-_LATELY:]
-    return (lately[-1][0] - lately[0][0]) / (len(lately) - 1) if len(lately) > 1 else 0.0
+def _step_s(times: Sequence[float]) -> float:
+    lately = times[-_LATELY:]
+    return (lately[-1] - lately[0]) / (len(lately) - 1) if len(lately) > 1 else 0.0
 
 
 def _begin(ends: Sequence[float]) -> float:
@@ -258,22 +270,22 @@ def _begin(ends: Sequence[float]) -> float:
 
 
 def _speed(
-    part: Sequence[tuple[float, Step]], events: Sequence[Event], begin: float, summary: Event
+    part: Sequence[Step], times: Sequence[float], events: Sequence[Event], begin: float, summary: Event
 ) -> dict[str, float | None]:
     """Seconds to the first step and since then, samples a second over these and lately: of the last part."""
     ready = [float(e["t"]) for e in events if e["kind"] in ("ready", "server-up")]
     crew = _first_crew(events)
     first = ready[crew - 1] if len(ready) >= crew else None
-    end = part[-1][0] if part else None
+    end = times[-1] if times else None
     wall = _number(summary.get("wall_s"), None if end is None or first is None else end - first)
-    samples = sum(step.samples for _, step in part)
+    samples = sum(step.samples for step in part)
     lately = part[-_LATELY:]
-    seconds = lately[-1][0] - lately[0][0] if len(lately) > 1 else 0.0
+    seconds = times[-1] - times[-len(lately)] if lately else 0.0
     return {
         "setup_s": _number(summary.get("start_s"), None if first is None else first - begin),
         "wall_s": wall,
         "goodput": _number(summary.get("goodput"), samples / wall if wall and wall > 0 else None),
-        "pace": sum(step.samples for _, step in lately[1:]) / seconds if seconds > 0 else None,
+        "pace": sum(step.samples for step in lately[1:]) / seconds if seconds > 0 else None,
     }
 
 
@@ -283,24 +295,24 @@ def _first_crew(events: Sequence[Event]) -> int:
     return max(1, len(first.get("members") or ())) if first is not None else 1
 
 
-def _left(part: Sequence[tuple[float, Step]], start: Event, state: State) -> float | None:
-    asked, pace = _whole(start.get("steps"), None), _step_s(part)
+def _left(part: Sequence[Step], times: Sequence[float], start: Event, state: State) -> float | None:
+    asked, pace = _whole(start.get("steps"), None), _step_s(times[-len(part) :] if part else ())
     if state != "running" or asked is None or not part or not pace:
         return None
-    return float(max(0.0, (asked - part[-1][1].step - 1) * pace))
+    return float(max(0.0, (asked - part[-1].step - 1) * pace))
 
 
-def _proof(part: Sequence[tuple[float, Step]], start: Event, summary: Event) -> tuple[bool | None, str]:
+def _proof(part: Sequence[Step], start: Event, summary: Event) -> tuple[bool | None, str]:
     """Whether every sample was counted once, by the ledger or, before there is one, by the steps so far."""
     if {"samples", "samples_expected", "samples_lost", "samples_duplicated"} <= summary.keys():
         samples, expected = summary["samples"], summary["samples_expected"]
         lost, twice = summary["samples_lost"], summary["samples_duplicated"]
         told = f"{samples:,} of {expected:,} expected, {lost:,} lost, {twice:,} counted twice"
         return samples == expected and not lost and not twice, told
-    batch, steps = _whole(start.get("global_batch"), None), {step.step for _, step in part}
+    batch, steps = _whole(start.get("global_batch"), None), {step.step for step in part}
     if batch is None or not part:
         return None, ""
-    counted, expected = sum(step.samples for _, step in part), len(steps) * batch
+    counted, expected = sum(step.samples for step in part), len(steps) * batch
     right = counted == expected and len(steps) == len(part)
     return right, f"so far {counted:,} of {expected:,} in {len(steps):,} committed steps"
 
@@ -311,17 +323,16 @@ def _recoveries(events: Sequence[Event], summary: Event) -> tuple[Recovery, ...]
     listed = summary.get("recoveries")
     if not isinstance(listed, Sequence) or len(listed) <= len(told):
         return tuple(_recovery(e, e["t"]) for e in told)
-    times = {(e.get("step"), tuple(e.get("lost") or ())): float(e["t"]) for e in told}
+    rows = [_recovery(row, None) for row in listed if isinstance(row, Mapping)]
+    times = {(row.step, row.lost): row.t for row in (_recovery(e, e["t"]) for e in told)}
     losses = [e for e in events if e["kind"] in ("server-lost", "lost")]
-    return tuple(
-        _recovery(row, times.get((row.get("step"), tuple(row.get("lost") or ())), _at(losses, number)))
-        for number, row in enumerate(listed)
-        if isinstance(row, Mapping)
-    )
+    return tuple(row._replace(t=times.get((row.step, row.lost), _made_good(row, losses))) for row in rows)
 
 
-def _at(losses: Sequence[Event], number: int) -> float | None:
-    return float(losses[number]["t"]) if number < len(losses) else None
+def _made_good(row: Recovery, losses: Sequence[Event]) -> float | None:
+    """When a loss was made good that only the summary tells of: so long after the first who was lost with it."""
+    at = next((float(e["t"]) for e in losses if str(e.get("node")) in row.lost), None)
+    return None if at is None else at + row.total_ms / 1e3
 
 
 def _recovery(row: Event, t: float | None) -> Recovery:
@@ -415,24 +426,26 @@ _QUIET = {"ready", "queues", "server-up", "worker-up", "checkpoint", "evaluation
 
 
 def _happened(events: Sequence[Event]) -> Iterator[Happened]:
-    """Events as sentences; the same one again and again is told once."""
-    said = ("", "")
-    for event in events:
-        if event["kind"] not in _QUIET:
-            text, why = sentence(event), str(event.get("why") or "")
-            if (text, why) != said:
-                yield Happened(float(event["t"]), str(event["kind"]), text, why)
-            said = text, why
+    """Events as sentences. What several say one after the other, for the same reason, is told once."""
+    shown = [event for event in events if event["kind"] not in _QUIET]
+    for (kind, why), alike in groupby(shown, key=_told_alike):
+        together = list(alike)
+        if kind == "suspected":
+            nodes = dict.fromkeys(str(event.get("node")) for event in together)
+            together = [{**together[0], "node": ", ".join(nodes)}]
+        for event in together:
+            yield Happened(float(event["t"]), str(event["kind"]), sentence(event), why)
+
+
+def _told_alike(event: Event) -> tuple[str, str]:
+    return str(event["kind"]), str(event.get("why") or "")
 
 
 def sentence(event: Event) -> str:
     """An event in words; one of a kind that is not known here, by its fields."""
-    told = _SENTENCES.get(str(event["kind"]))
-    if told is not None:
-        try:
+    for told in _SENTENCES.get(str(event["kind"]), ()):
+        with contextlib.suppress(KeyError, ValueError, TypeError, IndexError):  # this event lacks what it speaks of
             return told.format_map({name: _listed(value) for name, value in event.items()})
-        except (KeyError, ValueError, TypeError, IndexError):
-            pass
     rest = ", ".join(f"{k} {v}" for k, v in event.items() if k not in ("t", "kind", "why") and v is not None)
     return f"{str(event['kind']).replace('_', ' ').replace('-', ' ')}{': ' if rest else ''}{rest}"
 
@@ -443,43 +456,44 @@ def _listed(value: object) -> object:
 
 
 _SENTENCES = {
-    "run_started": "the run begins: {nodes} nodes, up to step {steps}",
-    "node_joined": "node {node} has joined",
-    "lost": "node {node} is lost in step {step}",
-    "left": "node {node} has handed over and left",
-    "notice": "node {node} has notice: {seconds:.0f} s",
-    "suspected": "node {node} misses somebody",
-    "epoch": "epoch {number} begins with nodes {members}",
-    "recovered": "step {step} went on without nodes {lost}, by {source}: {redone_actions} actions run again",
-    "protected": "node {node} has a copy of stage {stage}",
-    "decision": "decided: {verdict} ({layout})",
-    "drain": "steps before {step} are completed, then the shape is {layout}",
-    "reshaped": "the shape is {layout}: {layers} layers moved in {seconds:.2f} s",
-    "rewound": "back to step {step}: {steps} steps are run again",
-    "leader": "another node leads",
-    "finished": "all {steps} steps are done",
-    "failed": "the run failed: {message}",
-    "stopped": "stopped after step {step}",
-    "skipped": "step {step} moved nothing",
-    "server-lost": "server {node} is lost",
-    "worker-lost": "worker {worker} is lost",
-    "generation": "generation {number} begins from epoch {version}",
-    "autotune": "{workers} workers from now on",
-    "kill": "{node} is struck down on purpose",
+    "run_started": (
+        "the run begins: {nodes} nodes, up to step {steps}",
+        "the run begins: {graph}, {model}, {mode}, up to epoch {epochs}",
+    ),
+    "node_joined": ("node {node} has joined",),
+    "lost": ("node {node} is lost in step {step}",),
+    "left": ("node {node} has handed over and left",),
+    "notice": ("node {node} has notice: {seconds:.0f} s",),
+    "suspected": ("node {node}: somebody is missed",),
+    "epoch": ("epoch {number} begins with nodes {members}",),
+    "recovered": ("step {step} went on without nodes {lost}, by {source}: {redone_actions} actions run again",),
+    "protected": ("node {node} has a copy of stage {stage}",),
+    "decision": ("decided: {verdict} ({layout})",),
+    "drain": ("steps before {step} are completed, then the shape is {layout}",),
+    "reshaped": ("the shape is {layout}: {layers} layers moved in {seconds:.2f} s",),
+    "rewound": ("back to step {step}: {steps} steps are run again",),
+    "leader": ("another node leads",),
+    "finished": ("all {steps} steps are done",),
+    "failed": ("the run failed: {message}",),
+    "stopped": ("stopped after step {step}",),
+    "skipped": ("step {step} moved nothing",),
+    "server-lost": ("server {node} is lost",),
+    "worker-lost": ("worker {worker} is lost",),
+    "generation": ("generation {number} begins from epoch {version}",),
+    "autotune": ("{workers} workers from now on",),
+    "kill": ("{node} is struck down on purpose",),
 }
 
 
-def _points(steps: Sequence[tuple[float, Step]], name: str) -> Iterator[Point]:
-    for t, step in steps:
-        value = getattr(step, name)
-        if isinstance(value, (int, float)) and math.isfinite(value):
-            yield Point(t, step.step, float(value))
+def _points(steps: Sequence[Step], times: Sequence[float], values: Sequence[Figure]) -> list[Point]:
+    """A curve: no more points than can be told apart, and no number that is none."""
+    found = [i for i, value in enumerate(values) if isinstance(value, (int, float)) and math.isfinite(value)]
+    numbers = [float(values[i] or 0.0) for i in found]
+    return [Point(times[found[i]], steps[found[i]].step, numbers[i]) for i in thinned(numbers)]
 
 
-def _last(steps: Sequence[tuple[float, Step]], name: str) -> float | None:
-    return next(
-        (found for _, step in reversed(steps) if (found := _number(getattr(step, name), None)) is not None), None
-    )
+def _last(steps: Sequence[Step], name: str) -> float | None:
+    return next((found for step in reversed(steps) if (found := _number(getattr(step, name), None)) is not None), None)
 
 
 def _number(value: object, otherwise: float | None) -> float | None:
@@ -491,58 +505,48 @@ def _whole(value: object, otherwise: Any) -> Any:
     return value if isinstance(value, int) and not isinstance(value, bool) else otherwise
 
 
-def thinned(points: Sequence[Point], most: int = 1500) -> list[Point]:
-    """No more points than can be told apart: of each stretch the first, the least, the greatest and the last."""
-    if len(points) <= most:
-        return list(points)
-    stride = -(-4 * len(points) // most)
-    found: list[Point] = []
-    for at in range(0, len(points), stride):
-        stretch = points[at : at + stride]
-        picked = {stretch[0], min(stretch, key=_value), max(stretch, key=_value), stretch[-1]}
-        found += sorted(picked, key=_step)
+def thinned(values: Sequence[float], most: int = 1500) -> list[int]:
+    """Which of them to draw: of each stretch the first, the least, the greatest and the last."""
+    if len(values) <= most:
+        return list(range(len(values)))
+    stride = -(-4 * len(values) // most)
+    found: list[int] = []
+    for at in range(0, len(values), stride):
+        stretch = values[at : at + stride]
+        low, high = stretch.index(min(stretch)), stretch.index(max(stretch))
+        found += sorted({at, at + low, at + high, at + len(stretch) - 1})
     return found
 
 
-def _value(point: Point) -> float:
-    return point.value
-
-
-def _step(point: Point) -> int:
-    return point.step
-
-
-def paces(counts: Sequence[Point], windows: int = 240) -> list[tuple[float, float]]:
+def paces(times: Sequence[float], samples: Sequence[int], windows: int = 240) -> list[tuple[float, float]]:
     """Samples a second in equal windows of time, by the middle of each: a pause is a dent, and not left out."""
-    if len(counts) < 3:
+    times = list(accumulate(times, max))  # clocks of different leaders may disagree a little
+    if len(times) < 5 or times[-1] <= times[0]:
         return []
-    first, last = counts[0].t, counts[-1].t
-    windows = max(1, min(windows, (len(counts) - 1) // 2))
-    width = (last - first) / windows
-    if width <= 0:
-        return []
-    sums = [0.0] * windows
-    for before, point in pairwise(counts):
-        _spread(sums, (before.t - first) / width, (point.t - first) / width, point.value)
-    return [(first + (number + 0.5) * width, total / width) for number, total in enumerate(sums)]
+    windows = max(1, min(windows, (len(times) - 1) // 4))
+    first, width = times[0], (times[-1] - times[0]) / windows
+    totals = list(accumulate(samples))
+    edges = [_until(first + number * width, times, totals) for number in range(windows)] + [float(totals[-1])]
+    return [(first + (n + 0.5) * width, (b - a) / width) for n, (a, b) in enumerate(pairwise(edges))]
 
 
-def _spread(sums: list[float], begin: float, end: float, samples: float) -> None:
-    """A step's samples over the windows that it lasted in."""
-    if end <= begin:
-        sums[min(int(begin), len(sums) - 1)] += samples
-        return
-    number = int(begin)
-    while number < end and number < len(sums):
-        share = (min(end, number + 1) - max(begin, number)) / (end - begin)
-        sums[number] += samples * share
-        number += 1
+def _until(t: float, times: Sequence[float], totals: Sequence[int]) -> float:
+    """Samples until a moment: those of a step come in evenly while it lasts."""
+    after = bisect.bisect_right(times, t)
+    if after >= len(times):
+        return float(totals[-1])
+    before = after - 1
+    share = (t - times[before]) / (times[after] - times[before])
+    return totals[before] + share * (totals[after] - totals[before])
 
 
-def goodputs(counts: Sequence[Point], begin: float | None = None) -> list[tuple[float, float]]:
+def goodputs(
+    times: Sequence[float], samples: Sequence[int], begin: float | None = None, most: int = 400
+) -> list[tuple[float, float]]:
     """Samples so far over the seconds so far."""
-    if not counts:
+    if not times:
         return []
-    zero = counts[0].t if begin is None else begin
-    totals = accumulate(point.value for point in counts)
-    return [(point.t, total / (point.t - zero)) for point, total in zip(counts, totals, strict=True) if point.t > zero]
+    zero, totals = times[0] if begin is None else begin, list(accumulate(samples))
+    stride = -(-len(times) // most)
+    shown = {*range(stride - 1, len(times), stride), len(times) - 1}
+    return [(times[i], totals[i] / (times[i] - zero)) for i in sorted(shown) if times[i] > zero]

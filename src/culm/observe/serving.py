@@ -44,7 +44,7 @@ class Window:
     """What is seen of a run: made anew when somebody looks and the last look is old."""
 
     def __init__(self, look: Look, *, aside: bool = False) -> None:
-        """`aside`: looking takes its time, and is done in a thread."""
+        """`aside`: looking takes its time, and is done in a thread, as is all that is made of it."""
         self._look, self._aside = look, aside
         self._good_until = 0.0
         self._turn = asyncio.Lock()
@@ -60,15 +60,16 @@ class Window:
         async with self._turn:
             began = time.monotonic()
             if self._seen is None or began >= self._good_until:
-                self._seen = await asyncio.to_thread(self._made) if self._aside else self._made()
+                contents = await asyncio.to_thread(self._look) if self._aside else self._look()
+                self._seen = await asyncio.to_thread(_made, contents)
                 now = time.monotonic()
                 self._good_until = now + max(_FRESH_S, _SHARE * (now - began))
             return self._seen
 
-    def _made(self) -> tuple[Facts, View]:
-        contents = self._look()
-        found = facts(contents)
-        return found, of_run(found, contents.trace)
+
+def _made(contents: Contents) -> tuple[Facts, View]:
+    found = facts(contents)
+    return found, of_run(found, contents.trace)
 
 
 @contextlib.asynccontextmanager

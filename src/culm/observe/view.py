@@ -64,7 +64,7 @@ def _blocks(run: Facts, trace: Trace | None) -> Iterator[Block]:
         unit = "epochs" if run.graph else "steps"
         yield Block("loss-steps", title=f"Loss over {unit}", figure=charts.losses(run, over="step"))
         yield Block("loss-time", title="Loss over time", figure=charts.losses(run, over="t"))
-    if len(run.counts) > 2:
+    if run.paces:
         note = "Red bands: from a loss to the step that made it good. Marks above: look at one to see what it was."
         yield Block("pace", title="Pace", note=note, figure=charts.pace(run), wide=True)
     if run.graph:
@@ -131,7 +131,7 @@ def _what(run: Facts) -> str:
         ]
         about = [run.job, *parts, f"{get('vertices'):,} vertices" if isinstance(get("vertices"), int) else None]
     else:
-        shape = f"{get('pipelines')} pipelines x {get('stages')} stages" if get("pipelines") else None
+        shape = " x ".join(filter(None, (_counted(get("pipelines"), "pipeline"), _counted(get("stages"), "stage"))))
         layers = _counted(get("layers"), "layer")
         about = [run.job, layers, shape, get("schedule"), get("strategy") and f"strategy {get('strategy')}"]
     exact = {True: "exact", False: "not exact"}.get(get("exact"))
@@ -169,7 +169,10 @@ def _alarm(run: Facts) -> str:
 def _tiles(run: Facts) -> str:
     """The figures that matter, large."""
     once = {True: ("yes", "good"), False: ("NO", "bad"), None: ("not known", "")}[run.once]
-    survived = f"{len(run.recoveries)} recovered from" if run.preemptions else "none lost"
+    survived = f"{len(run.recoveries)} recoveries" if run.preemptions else "nobody was lost"
+    if run.state == "failed" and run.why_state.startswith("NodeLost"):
+        survived = "and one that was not"
+    digest = _digest(run, "weights_sha256")[:12]
     tiles = [
         ("Every sample counted once", once[0], run.proof, once[1]),
         ("Preemptions survived", f"{run.preemptions}", survived, ""),
@@ -179,10 +182,8 @@ def _tiles(run: Facts) -> str:
         _accuracy(run) if run.graph else None,
         ("Nodes", f"{run.there}", f"{len(run.stays)} in all", "") if run.stays and not run.graph else None,
         ("Time", duration(run.wall_s), _start_words(run), ""),
-        ("Weights", str(run.summary["weights_sha256"])[:12], "SHA-256", "")
-        if run.summary.get("weights_sha256")
-        else None,
-        ("Cost", _money(run.get("cost_usd")), "", "") if run.get("cost_usd") else None,
+        ("Weights", digest, "SHA-256", "tight") if digest else None,
+        ("Cost", _money(run.get("cost_usd")), "", "tight") if run.get("cost_usd") else None,
     ]
     made = "".join(_tile(*tile) for tile in tiles if tile is not None)
     return f'<div class="tiles">{made}</div>'
@@ -206,7 +207,9 @@ def _evaluation(run: Facts) -> str:
 
 
 def _start_words(run: Facts) -> str:
-    return "" if run.setup_s is None else f"after {duration(run.setup_s)} to set up"
+    if run.setup_s is None:
+        return ""
+    return f"{duration(run.setup_s)} of it to set up" if run.graph else f"after {duration(run.setup_s)} to set up"
 
 
 def _accuracy(run: Facts) -> tuple[str, str, str, str]:
