@@ -18,6 +18,7 @@ from culm.observe.reading import Contents, Step
 from culm.observe.view import of_run
 from culm.providers.heard import Heard, halved, listening
 from culm.providers.stores import in_etcd
+from culm.runtime.clock import RealClock
 from culm.testing import Cluster, Faults
 from culm.testing.cluster import NO_FAULTS, Script, enact
 
@@ -61,6 +62,11 @@ def test_a_run_is_followed_from_its_first_node_to_its_result() -> None:
     assert (end.state, end.steps, end.samples, end.once) == ("done", 8, 64, True)
     assert [point.step for point in end.losses] == list(range(8))
     assert end.summary["weights_sha256"]
+
+
+def test_before_a_run_has_begun_it_is_waited_for() -> None:
+    found = facts(Heard("to come", RealClock()).look())
+    assert (found.name, found.state) == ("to come", "waiting")
 
 
 def test_it_says_who_leads_and_who_has_which_layers() -> None:
@@ -124,6 +130,7 @@ async def _heard_through(url: str) -> None:
                 raise AssertionError
         await store.put("setup", encode(ready(JOB, pipelines=2, stages=2)))
         async with listening(place, said.append) as heard:
+            assert facts(heard.look()).state in ("waiting", "running")
             await store.put("nodes/0", encode(NodeRecord(0, "10.0.0.1:5", "10.0.0.1:6", "cpu", zone="b")))
             await store.put("nodes/1", encode(NodeRecord(1, "10.0.0.2:5", "10.0.0.2:6", "cpu", leaves_in=20.0)))
             while facts(heard.look()).there < 2:

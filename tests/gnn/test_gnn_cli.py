@@ -132,3 +132,4 @@ def test_a_signal_ends_everything_that_was_started(number: signal.Signals, under
     assert "Traceback" not in process.stdout.read()
     process.stdout.close()
     assert nobody_left(tmp_path / "run")
+    assert 'class="state failed"' in (tmp_path / "run" / "report.html").read_text()

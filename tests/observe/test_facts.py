@@ -95,6 +95,7 @@ def test_events_are_sentences_and_unknown_ones_their_fields() -> None:
     assert sentence({"t": 1, "kind": "epoch", "number": 2, "members": [0, 1]}) == "epoch 2 begins with nodes 0, 1"
     assert sentence({"t": 1, "kind": "moon_landed", "why": "x", "crew": 3}) == "moon landed: crew 3"
     assert sentence({"t": 1, "kind": "notice", "seconds": "soon"}) == "notice: seconds soon"
+    assert sentence(EVENTS[10]) == "step 4 went on without node 2, by peers: 3 actions run again"
     graph = {"t": 1, "kind": "run_started", "graph": "cora", "model": "gcn", "mode": "pipe", "epochs": 9}
     assert sentence(graph) == "the run begins: cora, gcn, pipe, up to epoch 9"
 
@@ -133,7 +134,7 @@ def test_a_pause_is_a_dent_in_the_pace_and_no_sample_is_left_out() -> None:
     assert sum(value for _, value in windows) * width == pytest.approx(8 * 39)
     assert min(value for _, value in windows) < 1.0
     assert windows[0][1] == pytest.approx(8.0)
-    assert goodputs(times, [8] * 40, 0.0)[-1] == (49.0, pytest.approx(8 * 40 / 49))
+    assert goodputs(times, [8] * 40, 0.0)[-1] == pytest.approx((49.0, 8 * 40 / 49))
     assert paces(times[:2], [8, 8]) == []
     assert paces([1.0, 1.0, 1.0], [8] * 3) == []
 

@@ -51,7 +51,7 @@ def test_the_page_of_a_run_says_first_what_matters_most() -> None:
     view = of_run(facts(contents()), TRACE)
     assert ids(view)[:2] == ["head", "tiles"]
     said = words(view)
-    for part in ("done", "Every sample counted once", "yes", "80 of 80 expected", "8.0/s", "abababababab", "gpt.py",
+    for part in ("done", "Every sample counted once", "yes", "80 of 80 expected", "8.0/s", "ababababab", "gpt.py",
                  "3 pipelines x 1 stage", "strategy reroute", "exact", "suspect_after 5 s", "it went"):  # fmt: skip
         assert part in said
     assert set(charts(view)) == {"loss-steps", "loss-time", "pace", "nodes", "timeline"}

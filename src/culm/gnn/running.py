@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from culm.checkpoint.storage import Storage
+from culm.errors import CulmError
 from culm.gnn import faults, prepare
 from culm.gnn.desk import Desk
 from culm.gnn.launch.base import Launcher
@@ -89,6 +90,24 @@ class _Run:
         self._steps: list[Step] = []
 
     async def go(self) -> Outcome:
+        try:
+            return await self._go()
+        except BaseException as error:
+            self._give_up(error)
+            raise
+
+    def _give_up(self, error: BaseException) -> None:
+        """The last that the folder says of a run that comes to no end: why. Otherwise it would seem to go on."""
+        with contextlib.suppress(CulmError):
+            self._event(kind="failed", error=type(error).__name__, message=str(error) or "it was interrupted")
+            if self._keeps_page:
+                Storage(str(self._wanted.out)).write(_PAGE, report(self._contents(None)).encode())
+
+    @property
+    def _keeps_page(self) -> bool:
+        return self._wanted.out is not None and "://" not in self._wanted.out
+
+    async def _go(self) -> Outcome:
         setup, intervals = await asyncio.to_thread(self._prepare)
         self._watcher.prepared(setup, self._wanted.graph)
         wanted = self._wanted
@@ -124,8 +143,8 @@ class _Run:
     async def _lead(self, leader: Leader, desk: Desk, meeting: Meeting, intervals: int, look: Look) -> Findings:
         """The leader, and beside it whoever must go on while it does; the first to fail ends all."""
         beside = [asyncio.create_task(desk.supply()), asyncio.create_task(meeting.tend())]
-        if self._wanted.out is not None and "://" not in self._wanted.out:
-            beside.append(asyncio.create_task(kept_fresh(look, Storage(self._wanted.out), _PAGE)))
+        if self._keeps_page:
+            beside.append(asyncio.create_task(kept_fresh(look, Storage(str(self._wanted.out)), _PAGE)))
         if self._wanted.workers == "auto":
             beside.append(asyncio.create_task(self._tune(leader, desk, intervals)))
         if self._wanted.kills:
@@ -246,7 +265,7 @@ class _Run:
             "global_batch": wanted.graph.train_vertices,
         }
 
-    def _contents(self, summary: dict[str, Any], *, live: bool = False) -> Contents:
+    def _contents(self, summary: dict[str, Any] | None, *, live: bool = False) -> Contents:
         """What a page can be made of."""
         name = (self._wanted.out or "").rstrip("/").rpartition("/")[2] or self._wanted.graph.name
         return Contents(name=name, summary=summary, steps=list(self._steps), events=list(self._events), live=live)

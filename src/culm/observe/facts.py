@@ -249,7 +249,7 @@ def _state(contents: Contents, events: Sequence[Event], times: Sequence[float]) 
     began_again = (
         ended is not None and ended["kind"] == "run_started" and sum(e["kind"] == "run_started" for e in events) > 1
     )
-    if contents.summary is not None and not contents.live and not began_again:
+    if contents.summary and not contents.live and not began_again:
         return "done", ""
     if not events and not times:
         return "waiting", "nothing was heard of it yet"
@@ -445,14 +445,16 @@ def sentence(event: Event) -> str:
     """An event in words; one of a kind that is not known here, by its fields."""
     for told in _SENTENCES.get(str(event["kind"]), ()):
         with contextlib.suppress(KeyError, ValueError, TypeError, IndexError):  # this event lacks what it speaks of
-            return told.format_map({name: _listed(value) for name, value in event.items()})
+            return told.format_map({name: _nodes(value) for name, value in event.items()})
     rest = ", ".join(f"{k} {v}" for k, v in event.items() if k not in ("t", "kind", "why") and v is not None)
     return f"{str(event['kind']).replace('_', ' ').replace('-', ' ')}{': ' if rest else ''}{rest}"
 
 
-def _listed(value: object) -> object:
-    """Lists as people write them."""
-    return ", ".join(map(str, value)) or "none" if isinstance(value, (list, tuple)) else value
+def _nodes(value: object) -> object:
+    """Lists are of nodes, in events: as people write them."""
+    if not isinstance(value, (list, tuple)):
+        return value
+    return f"node{'' if len(value) == 1 else 's'} {', '.join(map(str, value)) or 'none'}"
 
 
 _SENTENCES = {
@@ -465,8 +467,8 @@ _SENTENCES = {
     "left": ("node {node} has handed over and left",),
     "notice": ("node {node} has notice: {seconds:.0f} s",),
     "suspected": ("node {node}: somebody is missed",),
-    "epoch": ("epoch {number} begins with nodes {members}",),
-    "recovered": ("step {step} went on without nodes {lost}, by {source}: {redone_actions} actions run again",),
+    "epoch": ("epoch {number} begins with {members}",),
+    "recovered": ("step {step} went on without {lost}, by {source}: {redone_actions} actions run again",),
     "protected": ("node {node} has a copy of stage {stage}",),
     "decision": ("decided: {verdict} ({layout})",),
     "drain": ("steps before {step} are completed, then the shape is {layout}",),
@@ -523,7 +525,7 @@ def paces(times: Sequence[float], samples: Sequence[int], windows: int = 240) ->
     times = list(accumulate(times, max))  # clocks of different leaders may disagree a little
     if len(times) < 5 or times[-1] <= times[0]:
         return []
-    windows = max(1, min(windows, (len(times) - 1) // 4))
+    windows = max(1, min(windows, (len(times) - 1) // 3))
     first, width = times[0], (times[-1] - times[0]) / windows
     totals = list(accumulate(samples))
     edges = [_until(first + number * width, times, totals) for number in range(windows)] + [float(totals[-1])]

@@ -169,10 +169,11 @@ def _alarm(run: Facts) -> str:
 def _tiles(run: Facts) -> str:
     """The figures that matter, large."""
     once = {True: ("yes", "good"), False: ("NO", "bad"), None: ("not known", "")}[run.once]
-    survived = f"{len(run.recoveries)} recoveries" if run.preemptions else "nobody was lost"
+    recoveries = f"{len(run.recoveries)} recover{'y' if len(run.recoveries) == 1 else 'ies'}"
+    survived = recoveries if run.preemptions else "nobody was lost"
     if run.state == "failed" and run.why_state.startswith("NodeLost"):
         survived = "and one that was not"
-    digest = _digest(run, "weights_sha256")[:12]
+    digest = _digest(run, "weights_sha256")[:10]
     tiles = [
         ("Every sample counted once", once[0], run.proof, once[1]),
         ("Preemptions survived", f"{run.preemptions}", survived, ""),

@@ -169,7 +169,7 @@ class Heard:
         began = self._began if self._began is not None else min((at for at, _ in self._events), default=0.0)
         return Contents(
             name=self._name,
-            summary=self._summary if self._ended else self._so_far(),
+            summary=self._summary if self._ended else self._so_far() or None,
             steps=list(self._steps),
             events=[{"t": max(0.0, at - began), **event} for at, event in self._events],
             live=not self._ended and bool(self._events),
