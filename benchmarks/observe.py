@@ -21,7 +21,7 @@ from typing import Any, TypedDict
 from rich import box
 from rich.table import Table
 
-from benchmarks.job import SMALL, GPTSpec, even_cut
+from benchmarks.job import GPTSpec, even_cut
 from benchmarks.ours import CulmPipeline, CulmPool
 from benchmarks.paired import Comparison, compare
 from benchmarks.pipeline import Effort, cores, measure
@@ -32,12 +32,14 @@ from culm.observe.reading import Contents, Folder
 from culm.observe.serving import Window, served
 from culm.observe.view import of_run
 
+JOB = GPTSpec(name="short", width=64, tokens=64, blocks=4)
+"""Steps of tens of milliseconds: the shorter they are, the more a line for each of them weighs."""
 STAGES = 2
 POLL_S = 0.5
 STEPS, EVENTS = 100_000, 1_000
 """Of the large run."""
-FULL = Effort(jobs=(SMALL,), rounds=24, starts=3, round_s=1.0)
-QUICK = Effort(jobs=(SMALL,), rounds=6, starts=1, round_s=0.3)
+FULL = Effort(jobs=(JOB,), rounds=24, starts=3, round_s=1.0)
+QUICK = Effort(jobs=(JOB,), rounds=6, starts=1, round_s=0.3)
 
 
 class Result(TypedDict):

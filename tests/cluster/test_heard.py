@@ -118,17 +118,18 @@ def test_of_a_very_long_run_two_steps_become_one_and_no_sample_is_lost() -> None
 
 @pytest.mark.real
 def test_a_run_elsewhere_is_heard_of_through_its_etcd_by_who_knows_the_secret(tmp_path: Path) -> None:
+    setup = encode(ready(JOB, pipelines=2, stages=2))
     with etcd_with(tmp_path / "etcd") as url:
-        asyncio.run(asyncio.wait_for(_heard_through(url), PATIENCE_S))
+        asyncio.run(asyncio.wait_for(_heard_through(url, setup), PATIENCE_S))
 
 
-async def _heard_through(url: str) -> None:
+async def _heard_through(url: str, setup: bytes) -> None:
     access, said = parse_access(url), list[str]()
     async with in_etcd(access, "napping", 5.0, SECRET) as (store, place):
         with pytest.raises(UsageError, match="CULM_SECRET is not the secret of this job"):
             async with listening(msgspec.structs.replace(place, secret=SECRET + b"!"), said.append):
                 raise AssertionError
-        await store.put("setup", encode(ready(JOB, pipelines=2, stages=2)))
+        await store.put("setup", setup)
         async with listening(place, said.append) as heard:
             assert facts(heard.look()).state in ("waiting", "running")
             await store.put("nodes/0", encode(NodeRecord(0, "10.0.0.1:5", "10.0.0.1:6", "cpu", zone="b")))

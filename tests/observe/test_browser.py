@@ -117,11 +117,11 @@ def serving(given: list[Contents]) -> Iterator[str]:
 
 
 def test_a_live_page_follows_its_run_without_being_loaded_again(browser: Any) -> None:
-    given = [contents(summary=None, steps=steps(4), events=contents().events[:8], quiet_s=1.0)]
+    given = [contents(summary=None, steps=steps(5), events=contents().events[:8], quiet_s=1.0)]
     with serving(given) as address:
         visit = Visit(browser, "dark")
         visit.page.goto(address)
-        assert "step 4 of 10" in visit.page.inner_text("#head")
+        assert "step 5 of 10" in visit.page.inner_text("#head")
         assert visit.charts() == 4
         visit.page.evaluate("document.getElementById('chart-pace').kept = true")
         given.append(contents(trace=TRACE))

@@ -110,8 +110,12 @@ def test_what_is_embedded_is_what_the_script_draws() -> None:
 
 def test_a_page_of_a_long_run_is_no_larger_than_what_can_be_seen() -> None:
     long = [Step(n, 0.01 * n, 1.0 / (n + 1), 8, eval_loss=1.0 if n % 10 == 0 else None) for n in range(30_000)]
-    many = [{"t": 0.1 * n, "kind": "lost", "node": n, "step": n} for n in range(1000)]
-    assert len(of_run(facts(contents(steps=long, events=[*EVENTS, *many]))).data) < 400_000
+    came = [{"t": 0.1 * n, "kind": "node_joined", "node": n} for n in range(4, 1000)]
+    gone = [{"t": 100 + 0.1 * n, "kind": "lost", "node": n, "step": n} for n in range(4, 900)]
+    view = of_run(facts(contents(steps=long, events=[*EVENTS, *came, *gone])))
+    assert len(view.data) < 400_000
+    assert "The last 120 of 1000 that came." in words(view)
+    assert max(charts(view)["crowd"]["data"][0]["y"]) == 999
 
 
 def test_several_runs_stand_beside_each_other() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from html import escape
+from itertools import accumulate
 from typing import Any
 
 from culm.observe.facts import Facts, Mark
@@ -27,7 +28,8 @@ MARKS = {
     "failed": ("#d64550", "x"),
 }
 _MOST_MARKS = 300
-_MOST_ROWS = 120
+MOST_ROWS = 120
+"""Of nodes, the last that came."""
 _MOST_BARS = 1600
 _NEAR = 3
 """Steps that a timeline shows at first."""
@@ -135,7 +137,7 @@ def with_marks(made: Figure, marks: Sequence[Mark], spans: Sequence[tuple[float,
 
 def nodes(run: Facts) -> Figure | None:
     """A bar for each node while it was there, by the pipeline that it was in; the colour says which."""
-    stays = run.stays[-_MOST_ROWS:]
+    stays = run.stays[-MOST_ROWS:]
     if not stays:
         return None
     rows = sorted({_said(stay.node) for stay in stays}, key=lambda node: (len(node) if node.isdecimal() else 99, node))
@@ -159,6 +161,17 @@ def nodes(run: Facts) -> Figure | None:
     made["layout"] |= {"barmode": "overlay", "bargap": 0.25, "showlegend": True}
     made["layout"]["yaxis"] |= {"type": "category", "categoryorder": "array", "categoryarray": rows[::-1]}
     made["layout"]["yaxis"]["title"]["text"] = "" if run.graph else "node"
+    return made
+
+
+def crowd(run: Facts) -> Figure:
+    """How many nodes were there."""
+    moments = sorted([(s.came, 1) for s in run.stays] + [(s.gone, -1) for s in run.stays if s.gone is not None])
+    totals = list(accumulate(change for _, change in moments))
+    x = [t for t, _ in moments] + [run.ends_at]
+    curve = line(x, [*totals, totals[-1]], "nodes", LINES[0])
+    made = figure([curve | {"line": {"color": LINES[0], "width": 1.8, "shape": "hv"}}], x=_TIME, y="nodes", height=220)
+    made["layout"]["yaxis"]["rangemode"] = "tozero"
     return made
 
 

@@ -99,7 +99,7 @@ class Folder:
             part.look()
         written = [part.written for part in parts if part.written is not None]
         return Contents(
-            name=self.place.rpartition("/")[2] or self.place,
+            name=str(self._root).rstrip("/").rpartition("/")[2] or self.place,
             summary=self._summary.value,
             steps=self._steps.values,
             events=self._events.values,

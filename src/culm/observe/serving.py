@@ -170,8 +170,9 @@ def _named(host: str) -> str:
 async def kept_fresh(look: Look, storage: Storage, name: str) -> None:
     """Write the page now and then, until cancelled. Not in a thread: that might outlive this, and the last page."""
     while True:
+        began = time.monotonic()
         storage.write(name, report(look(), again_s=_EVERY_S).encode())
-        await asyncio.sleep(_EVERY_S)
+        await asyncio.sleep(max(_EVERY_S, 50 * (time.monotonic() - began)))  # the script makes it large, disks are slow
 
 
 def report(contents: Contents, *, again_s: int | None = None) -> str:

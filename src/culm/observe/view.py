@@ -17,6 +17,8 @@ from culm.observe.reading import Trace
 
 _TOLD_LAST = 300
 _ROWS = 200
+_MANY = 12
+"""Nodes of which one also wants to know how many there were."""
 
 
 class Block(msgspec.Struct, frozen=True):
@@ -74,6 +76,10 @@ def _blocks(run: Facts, trace: Trace | None) -> Iterator[Block]:
     if (drawn := charts.nodes(run)) is not None:
         who = "Servers" if run.graph else "Nodes"
         note = "" if run.graph else "Coloured by the pipeline that a node works in; grey: there, without a slot."
+        if len(run.stays) > _MANY and not run.graph:
+            yield Block("crowd", title="Nodes that were there", figure=charts.crowd(run), wide=True)
+        if len(run.stays) > charts.MOST_ROWS:
+            note += f" The last {charts.MOST_ROWS} of {len(run.stays)} that came."
         yield Block("nodes", title=f"{who} over time", note=note, figure=drawn, wide=True)
     if run.recoveries:
         yield Block("recoveries", _recoveries(run.recoveries, run.graph), wide=True)
