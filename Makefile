@@ -29,6 +29,7 @@ demo: .venv/.installed ## Train a small GPT on 8 local nodes of a spot market, l
 		--trace runs/market.csv --speedup 120
 	$(BIN)/culm run examples/gpt.py --steps 240 --exact --out runs/undisturbed --quiet
 	$(BIN)/python examples/same.py runs/demo runs/undisturbed
+	$(BIN)/culm report runs/demo
 
 test: lint ## Check style, types and promises; the fast tests come first
 	$(PYTEST) -n $(JOBS) -m "not real"

@@ -16,6 +16,7 @@ resilience  `culm bench resilience`: what each strategy costs, put together from
   resilience_overhead  what a strategy costs while nothing befalls a run
   detection            from SIGKILL until the last node has the new epoch
 pause     every loss of a small job in simulated time, beside the planner's bound
+observe   `culm bench observe`: what it costs to write a run down, and to be looked at
 dropping  `culm bench dropping`: what dropped samples do to training
 simulator  `culm bench simulator`: predicted against measured; napping: the jobs it runs
 scale     how the simulator's time grows with events        capped    the proof of one optimum

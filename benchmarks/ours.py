@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Coroutine, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -40,6 +40,7 @@ class CulmPipeline:
         strategy: str = "none",
         pipelines: int = 1,
         kills: tuple[str, ...] = (),
+        out: str | None = None,
     ) -> None:
         self._loop = asyncio.new_event_loop()
         # In a thread, since the launcher has to renew its lease while the other side has its turn.
@@ -66,12 +67,17 @@ class CulmPipeline:
             cuts=tuple(part.start for part in cut[1:]),
             gate="outside",
             kills=kills,
+            out=out,
         )
         opened = local_run(nursery, pickled(job_of(spec, exact=exact)), request)
         self._run: LocalRun = self._wait(self._stack.enter_async_context(opened))
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def beside(self, context: AbstractAsyncContextManager[T]) -> T:
+        """Something that goes on beside the run, in the process that launched it, and ends with it."""
+        return self._wait(self._stack.enter_async_context(context))
 
     def round(self, steps: int) -> float:
         """Seconds from the word go to the moment when every node has finished that many steps."""

@@ -12,7 +12,7 @@ The package, from the ground up; a room imports only from rooms above it in this
     transport/   frames of tensors between workers: sockets, memory
     checkpoint/  safetensors shards and a manifest, to a path or URL
     runtime/     one worker: state, numerics, stage, executor
-    observe/     the run folder, events, traces, the ledger
+    observe/     the run folder, events, traces, the ledger; facts, charts and pages
     cluster/     many: the store, epochs, agent, leader
     providers/   where nodes come from: local processes out of one nursery
     gnn/         graph networks on servers and elastic workers

@@ -14,7 +14,6 @@ import pytest
 from tests.gnn.folder import nobody_left
 
 from culm.cli import main
-from culm.gnn.page import page
 
 SMALL = "gen:sbm,vertices=60,classes=3,features=6"
 PROMISED = ("steps", "samples", "samples_expected", "samples_lost", "samples_duplicated", "wall_s", "goodput",
@@ -114,13 +113,6 @@ def test_an_npz_with_an_edge_in_one_direction_is_refused(tmp_path: Path, capsys:
     assert "1 of 1 edges have no reverse, the first from 1 to 0" in capsys.readouterr().err
 
 
-def test_a_page_escapes_what_it_shows_and_needs_no_points() -> None:
-    made = page({"graph": "<b>"}, [{"t": 1.0, "kind": "kill", "node": "<i>"}], [])
-    assert "<b>" not in made
-    assert "<i>" not in made
-    assert "<svg" not in made
-
-
 @pytest.mark.usefixtures("forked")
 @pytest.mark.real
 @pytest.mark.parametrize(
@@ -146,3 +138,4 @@ def test_a_signal_ends_everything_that_was_started(number: signal.Signals, under
     assert "Traceback" not in process.stdout.read()
     process.stdout.close()
     assert nobody_left(tmp_path / "run")
+    assert 'class="state failed"' in (tmp_path / "run" / "report.html").read_text()

@@ -68,7 +68,7 @@ def test_tasks_come_to_the_same_with_a_few_as_with_all(kind: str, layers: int) -
 
 
 def same(one: Outcome, other: Outcome, *, exactly: bool = False) -> None:
-    within = {"rtol": 0.0, "atol": 0.0 if exactly else 1e-5}
+    within: dict[str, Any] = {"rtol": 0.0, "atol": 0.0 if exactly else 1e-5}
     if one.rows is not None and other.rows is not None:
         torch.testing.assert_close(one.rows, other.rows, **within)
     assert one.loss == pytest.approx(other.loss)

@@ -7,6 +7,8 @@
     schedule  a schedule as a picture
     simulate  what a run would cost
     trace     how machines came and went
+    report    what runs came to, as one HTML file
+    dash      a run while it goes, in a browser
     export    the weights of a checkpoint as one file
     bench     how fast it is, beside others
     doctor    is this machine fit?
@@ -33,7 +35,22 @@ from typing import Annotated, Any, cast
 import typer
 
 import culm
-from culm.cli import agent, bench, chaos, doctor, export, gnn, plan, profile, run, schedule, simulate, trace
+from culm.cli import (
+    agent,
+    bench,
+    chaos,
+    dash,
+    doctor,
+    export,
+    gnn,
+    plan,
+    profile,
+    report,
+    run,
+    schedule,
+    simulate,
+    trace,
+)
 from culm.cli.failing import say
 
 app = typer.Typer(
@@ -49,6 +66,8 @@ app.command("plan")(plan.plan)
 app.command("schedule")(schedule.schedule)
 app.command("simulate")(simulate.simulate)
 app.add_typer(trace.app, name="trace")
+app.command("report")(report.report)
+app.command("dash")(dash.dash)
 app.command("export")(export.export)
 app.command("bench")(bench.bench)
 app.command("chaos")(chaos.chaos)

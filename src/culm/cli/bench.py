@@ -20,7 +20,10 @@ from culm.errors import CulmError, UsageError
 
 def bench(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="pipeline, planner, gnn, simulator, resilience, dropping, or all.")
+        str,
+        typer.Argument(
+            metavar="NAME", help="pipeline, resilience, planner, simulator, observe, dropping, gnn, or all."
+        ),
     ],
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds: a first impression.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print the figures as JSON, all else on stderr.")] = False,
@@ -87,6 +90,16 @@ def _resilience(quick: bool) -> tuple[Any, Any]:
     return result, resilience_result.table(result)
 
 
+def _observe(quick: bool) -> tuple[Any, Any]:
+    from benchmarks.ours import CulmPool
+
+    from benchmarks import observe
+
+    with CulmPool() as pool:
+        result = observe.run(pool, quick=quick, progress=_progress)
+    return result, observe.table(result)
+
+
 def _all(quick: bool) -> tuple[Any, Any]:
     """One after the other. What can not be had on this machine says why in its place."""
     results: dict[str, Any] = {}
@@ -112,6 +125,7 @@ BENCHES: dict[str, Callable[[bool], tuple[Any, Any]]] = {
     "resilience": _resilience,
     "planner": _module("planner"),
     "simulator": _module("simulator"),
+    "observe": _observe,
     "dropping": _module("dropping"),
     "gnn": _module("gnn"),
     "all": _all,

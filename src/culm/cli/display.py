@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, TaskID, TextColumn
 
+from culm.cli.failing import say
 from culm.cli.tables import picture, setup_table
 
 if TYPE_CHECKING:
@@ -73,6 +74,10 @@ class Display:
     def line(self, text: str) -> None:
         """User code printed a line."""
 
+    def address(self, url: str) -> None:
+        """Browsers can look there: it was asked for, so it is said even where nothing else is."""
+        say(f"the run is shown at {url}")
+
     def close(self) -> None:
         """Leave the terminal as it was."""
 
@@ -106,6 +111,9 @@ class Lines(Display):
 
     def news(self, text: str) -> None:
         self._print(text)
+
+    def address(self, url: str) -> None:
+        self._print(f"the run is shown at {url}")
 
     def _print(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -150,6 +158,9 @@ class Bar(Display):
 
     def news(self, text: str) -> None:
         self.line(text)
+
+    def address(self, url: str) -> None:
+        self.line(f"the run is shown at {url}")
 
     def line(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -6,13 +6,13 @@ import asyncio
 import codecs
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from culm.cli.interrupt import interruptible
 from culm.cli.tables import listed
 from culm.cluster.blows import Kill
-from culm.observe.folder import RunFolder, saved
+from culm.observe.folder import RunFolder, local, saved
 from culm.plan.partition import count
 from culm.providers.local import LocalNursery, LocalRun, Shared, local_run
 from culm.providers.nursery import GRACE_S
@@ -37,12 +37,14 @@ def launch(
     market: Market | None = None,
     shared: Shared | None = None,
     prints_to: int = 1,
+    dash: bool = False,
     nursery: LocalNursery | None = None,
 ) -> dict[str, Any]:
     """Run a job to its end and return the summary. Nothing is left running, whatever happens.
 
     Raises what was wrong with the request or the run, and Interrupted after Ctrl-C or SIGTERM. What user code prints
-    goes through a live display, else to the descriptor `prints_to`. A `nursery` that is passed in is left open.
+    goes through a live display, else to the descriptor `prints_to`. `dash`: browsers on this machine may look, and are
+    told where. A `nursery` that is passed in is left open.
     """
     with contextlib.ExitStack() as stack:
         stack.callback(display.close)
@@ -52,8 +54,8 @@ def launch(
         async def main() -> dict[str, Any]:
             stdout, stderr = (prints_to, 2) if prints is None else (prints.entrance, prints.entrance)
             own = LocalNursery(stdout=stdout, stderr=stderr) if nursery is None else contextlib.nullcontext(nursery)
-            with _shown(prints), own as used:
-                return await _run(used, source, request, display, prepared, ports, market, shared)
+            with _taken(prints), own as used:
+                return await _run(used, source, request, display, prepared, ports, market, shared, dash)
 
         return interruptible(main(), lambda _: _how_to_resume(request.out))
 
@@ -67,12 +69,16 @@ async def _run(
     ports: tuple[int, int] | None,
     market: Market | None,
     shared: Shared | None,
+    dash: bool,
 ) -> dict[str, Any]:
     grace_s = (market.notice_s if market is not None else 0.0) or GRACE_S
     ways: dict[str, Any] = {"told": display.told, "prepared": prepared, "ports": ports, "shared": shared}
     if market is not None:
         ways["zones"] = lambda nodes: [event.zone for event in market.rental(nodes).first]
-    async with local_run(nursery, source, request, grace_s=grace_s, **ways) as run:
+    async with contextlib.AsyncExitStack() as stack:
+        run = await stack.enter_async_context(local_run(nursery, source, request, grace_s=grace_s, **ways))
+        if dash:
+            display.address(await stack.enter_async_context(_shown(run, source.reference, shared is None)))
         watching = [asyncio.create_task(watch(run, display)) for watch in (_watch_nodes, _watch_losses)]
         rental = None if market is None else market.rental(run.setup.nodes)
         if rental is not None:
@@ -97,6 +103,21 @@ async def _run(
     for kill in missed(run):
         display.news(f"--kill {kill!r} struck nobody: that moment did not come")
     return result.summary
+
+
+@contextlib.asynccontextmanager
+async def _shown(run: LocalRun, name: str, alone: bool) -> AsyncIterator[str]:
+    """The page of a run: out of its folder where that is on this machine, else out of the store. Yields its address."""
+    from culm.observe.reading import Folder
+    from culm.observe.serving import Window, served
+    from culm.providers.heard import hearing
+
+    async with contextlib.AsyncExitStack() as stack:
+        if run.setup.out is not None and local(run.setup.out) is not None and alone:
+            window = Window(Folder(run.setup.out, empty=True).look, aside=True)
+        else:
+            window = Window((await stack.enter_async_context(hearing(run.store, name))).look)
+        yield await stack.enter_async_context(served(window))
 
 
 async def _watch_nodes(run: LocalRun, display: Display) -> None:
@@ -174,7 +195,7 @@ class Prints:
 
 
 @contextlib.contextmanager
-def _shown(prints: Prints | None) -> Iterator[None]:
+def _taken(prints: Prints | None) -> Iterator[None]:
     """Lines are taken as they come, by the loop that runs."""
     if prints is None:
         yield

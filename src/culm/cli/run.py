@@ -75,6 +75,7 @@ def run(
     suspect_after: Annotated[float, typer.Option(help="Seconds after which a silent machine is lost.")] = 5.0,
     ports: Annotated[Words, typer.Option(metavar="A-B", help="Ports that nodes may listen on.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Replaces Job.FIELD.")] = None,
+    dash: Annotated[bool, typer.Option("--dash", help="Show the run to browsers on this machine.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show nothing but errors and what the job prints.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print the summary as JSON, all else on stderr.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False,
@@ -115,7 +116,9 @@ def run(
         source = JobSource(reference=file, overrides=overrides, path=tuple(sys.path))
         console = console_on(stderr=json_)
         shown = display_on(console, quiet=quiet)
-        summary = _run(source, request, shown, values.ports(ports), market, shared, prints_to=2 if json_ else 1)
+        summary = _run(
+            source, request, shown, values.ports(ports), market, shared, prints_to=2 if json_ else 1, dash=dash
+        )
         if not quiet:
             console.print(ledger_table(summary, request.out))
         if json_:
@@ -131,6 +134,7 @@ def _run(
     shared: Shared | None,
     *,
     prints_to: int,
+    dash: bool,
 ) -> dict[str, object]:
     fresh = request.out if request.out != request.resume else None
     if fresh is not None:
@@ -150,7 +154,15 @@ def _run(
         shown.prepared(setup)
 
     return launch(
-        source, request, shown, prepared=prepared, ports=ports, market=market, shared=shared, prints_to=prints_to
+        source,
+        request,
+        shown,
+        prepared=prepared,
+        ports=ports,
+        market=market,
+        shared=shared,
+        prints_to=prints_to,
+        dash=dash,
     )
 
 

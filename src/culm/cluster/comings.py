@@ -13,6 +13,7 @@ from culm.cluster.regroup import first_epoch, protected, restart
 from culm.cluster.relayout import shape_now
 from culm.cluster.turnover import whole
 from culm.errors import RunError
+from culm.observe.posts import seats_of
 from culm.plan.seating import seating
 from culm.runtime import epoch as letters
 from culm.runtime.epoch import Member
@@ -102,7 +103,7 @@ class Comings:
         if filled < len(slots):
             first = restart(setup, first, 1, address, slots[:filled], setup.start, setup.resume_from).epoch
         tenure.adopt(first)
-        tenure.event("epoch", number=1, members=[member.node for member in first.alive], segments=setup.segments)
+        tenure.event("epoch", number=1, **seats_of(first), segments=setup.segments)
         await tenure.publish()
         if setup.keeps:
             tenure.aside(self.turnover.plan_ahead(whole(first), setup.start, None))

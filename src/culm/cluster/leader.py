@@ -18,13 +18,14 @@ from culm.cluster.comings import Comings
 from culm.cluster.setup import Result, decode_node, encode
 from culm.cluster.silence import Doubt, Silence, Stall
 from culm.cluster.store import Change
-from culm.cluster.summary import slot_label, speed, summarise
+from culm.cluster.summary import begun, slot_label, speed, summarise
 from culm.cluster.tenure import Tenure
 from culm.cluster.turnover import Lull, Turnover
 from culm.errors import CulmError, RunError
 from culm.job import STOP
 from culm.observe.folder import perfetto
 from culm.runtime import epoch as letters
+from culm.schedule import Plan
 
 if TYPE_CHECKING:
     from culm.cluster.setup import Setup
@@ -108,7 +109,7 @@ class Leader:
         """The first epoch is still to come. Who led before it and is gone was one of those that the start waits for."""
         tenure, setup = self.tenure, self.tenure.setup
         tenure.folder.open()
-        tenure.event("run_started", nodes=setup.nodes, why=setup.why, steps=setup.steps)
+        tenure.event("run_started", **begun(tenure.job, setup, tenure.timeouts))
         if setup.survives:
             tenure.minutes.give("record", tenure.record())  # so that its time goes on, whoever leads next
         if self._before is not None:
@@ -155,11 +156,12 @@ class Leader:
 
     def _leave_behind(self, summary: dict[str, Any]) -> None:
         """The files of the run."""
-        tenure, setup = self.tenure, self.tenure.setup
+        tenure = self.tenure
         assert tenure.epoch is not None
         tenure.folder.write("summary.json", summary)
+        stages = Plan.from_text(tenure.epoch.plan).stages
         labels = {
-            member.node: f"node {member.node}: {slot_label(slot, setup.stages)}"
+            member.node: f"node {member.node}: {slot_label(slot, stages)}"
             for slot, member in enumerate(tenure.epoch.members)
             if member is not None
         }

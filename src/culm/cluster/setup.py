@@ -137,6 +137,8 @@ class Setup(msgspec.Struct, frozen=True):
     """What the request asks to strike down, each with its action."""
     why: str = ""
     """Why this shape: one sentence."""
+    name: str = ""
+    """Where the job comes from, for people: FILE[:function]; empty: an object of Python."""
 
     @property
     def survives(self) -> bool:

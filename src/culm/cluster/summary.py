@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from culm.errors import RunError
@@ -10,9 +11,30 @@ from culm.runtime.state import total_digest
 
 if TYPE_CHECKING:
     from culm.cluster.setup import Setup
+    from culm.cluster.timeouts import Timeouts
     from culm.job import Job
     from culm.observe.ledger import Ledger
     from culm.runtime.epoch import Final
+
+
+def begun(job: Job, setup: Setup, timeouts: Timeouts) -> dict[str, Any]:
+    """What a run is, in the words of the event `run_started`: all that there is to know before its summary."""
+    return {
+        "job": setup.name,
+        "nodes": setup.nodes,
+        "pipelines": setup.pipelines,
+        "stages": setup.stages,
+        "schedule": setup.schedule,
+        "strategy": setup.strategy,
+        "exact": job.exact,
+        "layers": len(job.layers),
+        "global_batch": job.global_batch,
+        "micro_batch": job.micro_batch,
+        "start": setup.start,
+        "steps": setup.steps,
+        "timeouts": asdict(timeouts),
+        "why": setup.why,
+    }
 
 
 def summarise(job: Job, setup: Setup, ledger: Ledger, finals: Sequence[Final]) -> dict[str, Any]:

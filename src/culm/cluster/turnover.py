@@ -13,6 +13,7 @@ from culm.cluster.baselines import back_to, rewinds
 from culm.cluster.growth import Growth
 from culm.cluster.regroup import Regrouped, homeless, protected, regroup, restart, seats, world_of
 from culm.cluster.toll import Halting, Recovering
+from culm.observe.posts import seats_of
 from culm.plan.layout import ahead
 from culm.plan.lineage import Standing
 from culm.plan.relayout import written
@@ -179,7 +180,7 @@ class Turnover:
         tenure.event(
             "epoch",
             number=made.epoch.number,
-            members=[member.node for member in made.epoch.alive],
+            **seats_of(made.epoch),
             step=made.epoch.start,
             open_steps=made.epoch.recovery.steps,
             planned_ahead=tenure.plans.hits > ready_made,

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from culm.checkpoint.storage import Storage
+from culm.errors import CulmError
 from culm.gnn import faults, prepare
 from culm.gnn.cutter import CUTTER, owners_aside
-from culm.gnn.dash import Render, kept_fresh, served
 from culm.gnn.desk import Desk
 from culm.gnn.launch.base import Launcher
 from culm.gnn.launch.local import LocalLauncher
@@ -23,11 +23,12 @@ from culm.gnn.lead import Leader
 from culm.gnn.ledger import Epoch, Evaluation
 from culm.gnn.meeting import Meeting, meet
 from culm.gnn.model import initial_weights
-from culm.gnn.page import page
 from culm.gnn.setup import Setup
 from culm.gnn.summary import summarise
 from culm.gnn.tune import Tuner
 from culm.observe.folder import RunFolder, claim
+from culm.observe.reading import Contents, Step
+from culm.observe.serving import Look, Window, kept_fresh, report, served
 
 if TYPE_CHECKING:
     from culm.gnn.findings import Findings
@@ -97,9 +98,27 @@ class _Run:
         self._started = self._began
         self._written = -1
         self._events: list[dict[str, Any]] = []
-        self._steps: list[dict[str, Any]] = []
+        self._steps: list[Step] = []
 
     async def go(self) -> Outcome:
+        try:
+            return await self._go()
+        except BaseException as error:
+            self._give_up(error)
+            raise
+
+    def _give_up(self, error: BaseException) -> None:
+        """The last that the folder says of a run that comes to no end: why. Otherwise it would seem to go on."""
+        with contextlib.suppress(CulmError):
+            self._event(kind="failed", error=type(error).__name__, message=str(error) or "it was interrupted")
+            if self._keeps_page:
+                Storage(str(self._wanted.out)).write(_PAGE, report(self._contents(None)).encode())
+
+    @property
+    def _keeps_page(self) -> bool:
+        return self._wanted.out is not None and "://" not in self._wanted.out
+
+    async def _go(self) -> Outcome:
         self._watcher.told("cutting the graph")
         wanted = self._wanted
         owner = await owners_aside(wanted.graph, wanted.servers, self._cutter, self._scratch / "cut")
@@ -123,21 +142,22 @@ class _Run:
             told=self._event, epoch=self._epoch, evaluated=self._evaluated,
         )  # fmt: skip
 
-        def render() -> str:
-            return page(self._summary(setup, leader.found, desk, intervals), self._events, self._steps, live=True)
+        def look() -> Contents:
+            return self._contents(self._summary(setup, leader.found, desk, intervals), live=True)
 
+        self._event(kind="run_started", **self._begun(setup))
         async with contextlib.AsyncExitStack() as stack:
             if wanted.dash:
-                self._watcher.told(f"the run is shown at {await stack.enter_async_context(served(render))}")
-            findings = await self._lead(leader, desk, meeting, intervals, render)
+                self._watcher.told(f"the run is shown at {await stack.enter_async_context(served(Window(look)))}")
+            findings = await self._lead(leader, desk, meeting, intervals, look)
         await desk.close()
         return self._outcome(setup, findings, desk, intervals)
 
-    async def _lead(self, leader: Leader, desk: Desk, meeting: Meeting, intervals: int, render: Render) -> Findings:
+    async def _lead(self, leader: Leader, desk: Desk, meeting: Meeting, intervals: int, look: Look) -> Findings:
         """The leader, and beside it whoever must go on while it does; the first to fail ends all."""
         beside = [asyncio.create_task(desk.supply()), asyncio.create_task(meeting.tend())]
-        if self._wanted.out is not None and "://" not in self._wanted.out:
-            beside.append(asyncio.create_task(kept_fresh(render, Storage(self._wanted.out), _PAGE)))
+        if self._keeps_page:
+            beside.append(asyncio.create_task(kept_fresh(look, Storage(str(self._wanted.out)), _PAGE)))
         if self._wanted.workers == "auto":
             beside.append(asyncio.create_task(self._tune(leader, desk, intervals)))
         if self._wanted.kills:
@@ -225,7 +245,7 @@ class _Run:
             self._written = done.epoch
             at = round(now - self._began, 4)
             line = {"step": done.epoch, "loss": done.loss, "samples": self._wanted.graph.train_vertices, "t": at}
-            self._steps.append(line)
+            self._steps.append(Step(done.epoch, at, done.loss, self._wanted.graph.train_vertices))
             self._folder.step(**line)
             self._watcher.epoch(done, now - self._began)
 
@@ -237,8 +257,30 @@ class _Run:
         summary = self._summary(setup, findings, desk, intervals)
         self._folder.write("summary.json", summary)
         if self._wanted.out is not None:
-            Storage(self._wanted.out).write(_PAGE, page(summary, self._events, self._steps).encode())
+            Storage(self._wanted.out).write(_PAGE, report(self._contents(summary)).encode())
         return Outcome(setup, findings, summary)
+
+    def _begun(self, setup: Setup) -> dict[str, Any]:
+        """What the run is, for who reads its folder before there is a summary."""
+        wanted = self._wanted
+        return {
+            "graph": wanted.graph.name,
+            "vertices": wanted.graph.vertices,
+            "edges": wanted.graph.edges,
+            "model": setup.model.kind,
+            "mode": setup.mode,
+            "servers": setup.servers,
+            "workers": wanted.workers,
+            "launcher": self._workers.name,
+            "exact": setup.mode != "async",
+            "epochs": setup.epochs,
+            "global_batch": wanted.graph.train_vertices,
+        }
+
+    def _contents(self, summary: dict[str, Any] | None, *, live: bool = False) -> Contents:
+        """What a page can be made of."""
+        name = (self._wanted.out or "").rstrip("/").rpartition("/")[2] or self._wanted.graph.name
+        return Contents(name=name, summary=summary, steps=list(self._steps), events=list(self._events), live=live)
 
     def _summary(self, setup: Setup, findings: Findings, desk: Desk, intervals: int) -> dict[str, Any]:
         """What it has come to so far."""

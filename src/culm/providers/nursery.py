@@ -179,7 +179,7 @@ class Nursery:
         def told(text: str, done: int, total: int) -> None:
             self._report(Progress(text, done, total))
 
-        setup = prepare(job, order.request, progress=told)
+        setup = msgspec.structs.replace(prepare(job, order.request, progress=told), name=order.source.reference)
         return Loaded(setup, _identity(job, order.source) if order.identify else {})
 
     def _aside(self, made: Callable[[], Report]) -> None:

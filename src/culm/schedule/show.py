@@ -78,7 +78,7 @@ def _count(number: int, noun: str, ending: str = "s") -> str:
 
 
 # The picture. Colours are light enough for dark digits; the card is white, so that a dark page does not swallow them.
-_COLOURS = {
+COLOURS = {
     Kind.F: ("#9cc3f5", "forward"),
     Kind.B: ("#f2a59d", "backward"),
     Kind.I: ("#f6c177", "backward, input"),
@@ -126,7 +126,7 @@ def _y(plan: Plan, worker: int) -> int:
 def _legend(timeline: Timeline) -> Iterator[str]:
     shown = {span.action.kind for row in timeline.spans for span in row if span.end > span.start}
     x = 20
-    for kind, (colour, meaning) in _COLOURS.items():
+    for kind, (colour, meaning) in COLOURS.items():
         if kind in shown:
             yield f'<rect x="{x}" y="44" width="14" height="14" rx="3" fill="{colour}"/>'
             yield f'<text x="{x + 20}" y="55">{meaning} ({kind})</text>'
@@ -148,7 +148,7 @@ def _bars(timeline: Timeline, worker: int, scale: float) -> Iterator[str]:
 def _bar(span: Span, x: float, y: int, width: float, depth: int) -> str:
     """A bar; the further segments of a worker are paler than its first."""
     action, start, end = span
-    colour, _ = _COLOURS[action.kind]
+    colour, _ = COLOURS[action.kind]
     digits = str(action.kind if action.micro is None else action.micro)
     shape = f'x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_BAR}" rx="3"'
     text = (
@@ -202,7 +202,7 @@ def _event(plan: Plan, worker: int, span: Span, microseconds: float) -> dict[str
     return {
         "ph": "X",
         "name": str(action),
-        "cat": _COLOURS[action.kind][1],
+        "cat": COLOURS[action.kind][1],
         **_ids(plan, worker),
         "ts": start * microseconds,
         "dur": (end - start) * microseconds,

@@ -1,0 +1,162 @@
+"""Pages: what they show, what they never do, and figures for Prometheus."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+from tests.observe.told import EVENTS, SUMMARY, TRACE, contents, steps
+
+from culm.observe import page
+from culm.observe.facts import Facts, facts
+from culm.observe.metrics import metrics
+from culm.observe.reading import Contents, Step
+from culm.observe.view import View, of_run, of_runs
+
+EVIL = '<img src=x onerror=alert(1)></script><b>"'
+
+
+class Words(HTMLParser):
+    """What a reader of the page sees, and its tags."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_data(self, data: str) -> None:
+        self.text += f"{data} "
+
+
+def words(view: View) -> str:
+    return Words(page.served(view).partition("<script")[0]).text
+
+
+def ids(view: View) -> list[str]:
+    return [block.id for block in view.blocks]
+
+
+def charts(view: View) -> dict[str, Any]:
+    return {block.id: block.figure for block in view.blocks if block.figure is not None}
+
+
+def test_the_page_of_a_run_says_first_what_matters_most() -> None:
+    view = of_run(facts(contents()), TRACE)
+    assert ids(view)[:2] == ["head", "tiles"]
+    said = words(view)
+    for part in ("done", "Every sample counted once", "yes", "80 of 80 expected", "8.0/s", "ababababab", "gpt.py",
+                 "3 pipelines x 1 stage", "strategy reroute", "exact", "suspect_after 5 s", "it went"):  # fmt: skip
+        assert part in said
+    assert set(charts(view)) == {"loss-steps", "loss-time", "pace", "nodes", "timeline"}
+    assert {"recoveries", "split", "happened", "details"} <= set(ids(view))
+    marked = {trace["name"] for trace in charts(view)["pace"]["data"]}
+    assert marked == {"pace", "goodput so far", "lost", "recovered", "came", "notice"}
+    kinds = [trace["name"] for trace in charts(view)["timeline"]["data"]]
+    assert kinds[0] == "forward (F)"
+    assert len(kinds) == 6
+
+
+def test_a_run_that_failed_says_so_above_everything_else_and_what_is_saved() -> None:
+    end = {"t": 8.0, "kind": "failed", "error": "NodeLost", "message": "node 1 is gone"}
+    view = of_run(facts(contents(summary=None, events=[*EVENTS, end], damaged=2)))
+    assert ids(view)[1] == "alarm"
+    assert "Failed: NodeLost: node 1 is gone. The newest checkpoint is of step 4. 2 damaged lines" in words(view)
+
+
+@pytest.mark.parametrize(
+    "given", [Contents(), Contents(summary=SUMMARY), Contents(steps=steps(1)), Contents(events=EVENTS)]
+)
+def test_there_is_a_page_whatever_is_missing(given: Contents) -> None:
+    assert words(of_run(facts(given), given.trace))
+
+
+def test_no_text_of_a_run_becomes_part_of_the_page() -> None:
+    event = {"t": 1.0, "kind": EVIL, "node": EVIL, "why": EVIL}
+    joined = {"t": 0.5, "kind": "node_joined", "node": EVIL}
+    given = contents(name=EVIL, events=[{**EVENTS[0], "job": EVIL}, joined, event], summary=None)
+    for view in (of_run(facts(given)), of_runs([facts(given), facts(contents())])):
+        made = page.served(view)
+        assert "<img" not in made
+        assert made.count("</script") == 3
+        assert "<b>" not in re.sub(r"<b>[^<]*</b>", "", made)
+
+
+def test_a_report_is_one_file_that_may_load_nothing() -> None:
+    made = page.alone(of_run(facts(contents())))
+    body = made.replace(page.charting().read_text(), "")
+    assert "default-src 'none'" in body
+    assert not re.search(r"""(src|href)\s*=\s*["']?(https?:)?//""", body)
+    assert "refresh" not in body
+    assert len(body) < 100_000
+    assert 'http-equiv="refresh" content="10"' in page.alone(of_run(facts(contents())), again_s=10)
+
+
+def test_what_is_embedded_is_what_the_script_draws() -> None:
+    view = of_run(facts(contents()))
+    data = re.search(r'id="data">(.*?)</script>', page.served(view))
+    assert data is not None
+    assert json.loads(data[1]) == json.loads(view.data)
+    other = of_run(facts(contents(steps=steps(9))))
+    assert view.version != other.version
+    assert view.version == of_run(facts(contents())).version
+
+
+def test_a_page_of_a_long_run_is_no_larger_than_what_can_be_seen() -> None:
+    long = [Step(n, 0.01 * n, 1.0 / (n + 1), 8, eval_loss=1.0 if n % 10 == 0 else None) for n in range(30_000)]
+    came = [{"t": 0.1 * n, "kind": "node_joined", "node": n} for n in range(4, 1000)]
+    gone = [{"t": 100 + 0.1 * n, "kind": "lost", "node": n, "step": n} for n in range(4, 900)]
+    view = of_run(facts(contents(steps=long, events=[*EVENTS, *came, *gone])))
+    assert len(view.data) < 400_000
+    assert "The last 120 of 1000 that came." in words(view)
+    assert max(charts(view)["crowd"]["data"][0]["y"]) == 999
+
+
+def test_several_runs_stand_beside_each_other() -> None:
+    same, other = facts(contents(name="b")), facts(contents(name="c", summary={**SUMMARY, "weights_sha256": "ef" * 32}))
+    alike, unlike = of_runs([facts(contents()), same]), of_runs([facts(contents()), same, other])
+    assert "Same weights yes a = b" in words(alike)
+    assert "Same weights NO a = b; c" in words(unlike)
+    assert [trace["name"] for trace in charts(unlike)["loss-steps"]["data"]] == ["a", "b", "c"]
+    assert "every sample counted once" in words(unlike)
+
+
+def graph_run(**changes: Any) -> Facts:
+    events = [
+        {"t": 0.1, "kind": "run_started", "graph": "cora", "model": "gcn", "mode": "pipe", "servers": 2, "epochs": 9},
+        {"t": 0.4, "kind": "server-up", "node": "graph-0"},
+        {"t": 1.0, "kind": "queues", "workers": 3, "queue": 5, "running": 2, "spread": 1},
+        {"t": 1.5, "kind": "evaluation", "epoch": 4, "train": 0.9, "val": 0.8, "test": 0.7},
+        {"t": 2.0, "kind": "server-lost", "node": "graph-0"},
+    ]
+    told = {"name": "g", "steps": steps(5), "events": events, "live": True}
+    return facts(Contents(**{**told, **changes}))
+
+
+def test_a_graph_run_has_epochs_accuracies_queues_and_how_it_stands() -> None:
+    view = of_run(graph_run())
+    assert {"accuracy", "tasks", "workers", "spread", "nodes"} <= set(charts(view))
+    said = words(view)
+    assert "now: 3 workers, 5 tasks waiting, 2 with workers, 1 passes between" in said
+    assert "epoch 5 of 9" in said
+    assert "70.00%" in said
+    ended = words(of_run(graph_run(summary={"epochs": 9, "steps": 9, "test_accuracy": 0.75}, live=False)))
+    assert "now:" not in ended
+    assert "75.00%" in ended
+
+
+def test_prometheus_gets_every_figure_that_there_is_and_no_other() -> None:
+    told = metrics(facts(contents(name='a"b\\')))
+    values = dict(line.rsplit(" ", 1) for line in told.splitlines() if not line.startswith("#"))
+    name = 'run="a\\"b\\\\"'
+    assert values[f"culm_steps_total{{{name}}}"] == "10"
+    assert values[f"culm_preemptions_total{{{name}}}"] == "1"
+    assert values[f'culm_state{{{name},state="done"}}'] == "1"
+    assert "evaluation_loss" not in told
+    assert told.count("# TYPE culm_state gauge") == 1
