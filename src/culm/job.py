@@ -96,12 +96,8 @@ STOP = _Stop()
 
 def check(job: Job) -> None:
     """Refuse what is wrong by itself. What needs the layers to run is checked by `culm.runtime.blueprint`."""
-    _whole("global_batch", job.global_batch, least=1)
-    _whole("micro_batch", job.micro_batch, least=1)
-    _whole("steps", job.steps, least=0)
-    _whole("threads", job.threads, least=1)
-    _whole("evaluate_every", job.evaluate_every, least=0)
-    _whole("seed", job.seed, least=0)
+    for field in _LEAST:
+        _whole(field, getattr(job, field))
     if job.global_batch % job.micro_batch:
         raise JobError(_indivisible(job.global_batch, job.micro_batch))
     _layers(job.layers)
@@ -131,9 +127,13 @@ def check(job: Job) -> None:
         raise JobError(f"Job.init is {job.init!r}: there is no such file on this machine")
 
 
-def _whole(field: str, value: object, *, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise JobError(f"Job.{field} is {value!r}: use a whole number of at least {least}")
+_LEAST = {"global_batch": 1, "micro_batch": 1, "steps": 0, "threads": 1, "evaluate_every": 0, "seed": 0}
+"""Whole numbers, each with the smallest that makes sense."""
+
+
+def _whole(field: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < _LEAST[field]:
+        raise JobError(f"Job.{field} is {value!r}: use a whole number of at least {_LEAST[field]}")
 
 
 def _indivisible(batch: int, micro: int) -> str:
@@ -318,8 +318,12 @@ def override(job: Job, values: Mapping[str, str]) -> Job:
 
 
 def parse(values: Mapping[str, str]) -> dict[str, Any]:
-    """The values of `--set field=value`. Raises JobError for a field that is not there, or a value of a wrong type."""
-    return {name: _parse(name, text) for name, text in values.items()}
+    """The values of `--set field=value`. Raises JobError for a field that is not there, a value of a wrong type, or a
+    number that no job has."""
+    found = {name: _parse(name, text) for name, text in values.items()}
+    for field in _LEAST.keys() & found.keys():
+        _whole(field, found[field])
+    return found
 
 
 _WORDS = {"bool": "true or false", "int": "a whole number", "float": "a number"}

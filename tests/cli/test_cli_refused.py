@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -52,6 +53,13 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--steps", "3", "--set", "steps=4"], "--steps and --set steps=4 are both given: leave one out"),
         (["--stagse", "3"], "No such option: --stagse"),
         (["--stages", "some"], "Invalid value for '--stages'"),
+        (["--stages", "1.5"], "(it is '1.5')"),
+        (["--stages=1.5"], "(it is '1.5')"),
+        (["--steps", "-1"], "Job.steps is -1: use a whole number of at least 0"),
+        (["--set", "micro_batch=0"], "Job.micro_batch is 0: use a whole number of at least 1"),
+        (["--out", ""], "--out is '': name a place, or leave it away"),
+        (["--speedup", "60"], "--speedup is for a run on a trace: add --trace FILE, or leave it away"),
+        (["--notice", "30"], "--notice is for a run on a trace: add --trace FILE, or leave it away"),
     ],
 )
 def test_options_that_make_no_sense_are_refused_at_once(
@@ -191,3 +199,26 @@ def test_the_job_file_of_a_refused_request_is_not_imported(tmp_path: Path) -> No
     )  # fmt: skip
     assert ended.returncode == 2
     assert ended.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("option", "sentence"),
+    [
+        (["--speedup", "0"], "--speedup is 0: use a number above 0"),
+        (["--notice", "nan"], "--notice is nan: use a number of at least 0"),
+    ],
+)
+def test_a_trace_that_can_not_be_replayed_is_refused_at_once(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, option: list[str], sentence: str
+) -> None:
+    (tmp_path / "trace.csv").write_text("0,add,a\n")
+    assert sentence in refused(capsys, "run", JOBS, "--trace", str(tmp_path / "trace.csv"), *option)
+
+
+def test_a_terminal_that_can_not_draw_a_character_gets_another_instead() -> None:
+    made = subprocess.run(
+        [sys.executable, "-c", "from culm.cli import main; main()", "schedule", "1f1b", "--times", "F=\u00bd"],
+        capture_output=True, timeout=30, check=False, env=os.environ | {"PYTHONIOENCODING": "ascii:strict"},
+    )  # fmt: skip
+    assert made.returncode == 2
+    assert b"culm: --times has 'F=?'" in made.stderr

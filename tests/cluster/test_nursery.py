@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable
@@ -14,8 +15,8 @@ from typing import Any
 import pytest
 
 from culm.cluster.setup import Request
-from culm.errors import RunError
-from culm.providers.local import LocalNursery
+from culm.errors import RunError, UsageError
+from culm.providers.local import LocalNursery, make_room
 from culm.providers.nursery import JobSource, Load, Nursery, Refused, reports
 from culm.providers.strike import Board
 
@@ -78,3 +79,17 @@ def test_a_launcher_that_is_gone_is_not_reported_to() -> None:
         Nursery(theirs, board)._aside(lambda: sys.exit(3))
     finally:
         board.close()
+
+
+def test_files_that_nodes_need_are_asked_for_and_refused_where_the_machine_has_them_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits = [20, 100]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: tuple(limits))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, wanted: limits.__setitem__(slice(None), wanted))
+    make_room(2)
+    assert limits == [20, 100]
+    make_room(8)
+    assert limits == [32, 100]
+    with pytest.raises(UsageError, match=r"may have 100 files open \(ulimit -n\), and 64 nodes need 144: allow more"):
+        make_room(64)

@@ -28,8 +28,10 @@ Nothing here imports torch until a verb needs it, so that help and pictures come
 from __future__ import annotations
 
 import functools
+import io
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Annotated, Any, cast
 
 import typer
@@ -97,12 +99,25 @@ def command() -> Any:
     return typer.main.get_command(app)
 
 
+def _refusal(error: Any, arguments: Sequence[str]) -> str:
+    """The sentence about a wrong option, with the value that was given: typer leaves it out."""
+    sentence: str = error.format_message()
+    names = getattr(getattr(error, "param", None), "opts", None) or ()
+    given = [b for a, b in pairwise(arguments) if a in names]
+    given += [value for name, equals, value in (a.partition("=") for a in arguments) if equals and name in names]
+    wrong = isinstance(error, typer.BadParameter) and sentence.startswith("Invalid value") and len(given) == 1
+    return f"{sentence} (it is {given[0]!r})" if wrong else sentence
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command. Exit codes: 0 done; 1 the run failed; 2 the request was wrong; 128 + n ended by signal n."""
+    for stream in (sys.stdout, sys.stderr):  # a terminal that can not draw a character gets another instead
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         code = command()(args=arguments, prog_name="culm", standalone_mode=False)
     except _Refused as error:
-        say(error.format_message())
+        say(_refusal(error, sys.argv[1:] if arguments is None else arguments))
         code = 2
     except KeyboardInterrupt:  # before a verb was there to heed it
         say("interrupted")

@@ -95,6 +95,9 @@ def source_of(
     """What is trained. Raises UsageError when it is said twice, or can not be read."""
     names = zip(("FILE", "--model", "--profile"), trained, strict=True)
     given = [name for name, value in names if value is not None]
+    for name, value in zip(("--batch", "--micro-batch", "--micro-batches"), sizes, strict=True):
+        if value is not None and value < 1:
+            raise UsageError(f"{name} is {value}: use a whole number of at least 1")
     if len(given) > 1:
         raise UsageError(f"{' and '.join(given)} both say what is trained: give one of them")
     if trained.model is not None:

@@ -82,6 +82,9 @@ def run(
 ) -> None:
     """Train a job on local nodes: D pipelines of P stages, a process each."""
     with failing(debug=debug):
+        _named(out=out, resume=resume, profile=profile, trace=trace)
+        if trace is None:
+            _only_with_trace(speedup=speedup != 1.0, notice=notice != 0.0)
         overrides = _overrides(set_ or [], steps=steps, seed=seed, exact=exact or None)
         locate(file)
         parse(overrides)
@@ -164,6 +167,18 @@ def _run(
         prints_to=prints_to,
         dash=dash,
     )
+
+
+def _named(**options: str | None) -> None:
+    """An empty name is a variable that was not set: nothing would be kept, and nobody would know."""
+    for name, value in options.items():
+        if value is not None and not value.strip():
+            raise UsageError(f"--{name} is {value!r}: name a place, or leave it away")
+
+
+def _only_with_trace(**given: bool) -> None:
+    for name in (name for name, said in given.items() if said):
+        raise UsageError(f"--{name} is for a run on a trace: add --trace FILE, or leave it away")
 
 
 def _only_with_etcd(**options: object) -> None:

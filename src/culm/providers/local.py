@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ import msgspec
 
 from culm.cluster.sealed import wire_secret
 from culm.cluster.setup import JobReference, Request, Setup, encode
-from culm.errors import CulmError, RunError
+from culm.errors import CulmError, RunError, UsageError
 from culm.providers import nursery as side
 from culm.providers.base import Gone, ended
 from culm.providers.etcd import PrivateEtcd
@@ -41,6 +42,8 @@ Opened: TypeAlias = "tuple[Store, Place, bytes]"
 """A store, how nodes reach it, and what they prove to each other."""
 _PATIENCE_S = 10.0
 _GONE_S = 1.0
+_FILES = 16
+"""What a process that leads has open beside a connection to the agent and to the worker of each node."""
 _runs = itertools.count()
 """A nursery may serve several runs, one after the other: the end of a node says which one it was of."""
 
@@ -193,6 +196,7 @@ async def local_run(
         nursery.order(Load(source, request, identify=shared is not None))
         loaded = await _loaded(nursery, told)
         setup = loaded.setup
+        make_room(setup.nodes if shared is None else shared.local)
         prepared(setup)
         store, place, secret = await opened
         order = Start(0, place, secret, ports=ports, neighbours=setup.nodes, run=number, kills=setup.kills)
@@ -208,6 +212,18 @@ async def local_run(
         count = setup.nodes if shared is None else shared.local
         async with led(run, count, zones(count)):
             yield run
+
+
+def make_room(nodes: int) -> None:
+    """Let this process have the files open that so many nodes need: who waits for a free one would wait for ever."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = _FILES + 2 * nodes
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise UsageError(
+            f"a process may have {hard} files open (ulimit -n), and {nodes} nodes need {needed}: allow more"
+        )
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 @asynccontextmanager

@@ -15,6 +15,7 @@ import gc
 import importlib
 import io
 import os
+import resource
 import signal
 import sys
 import time
@@ -347,6 +348,8 @@ def main(descriptor: int, board: int) -> None:
     for stream in (sys.stdout, sys.stderr):  # a line of a node is one write: lines of others do not come between
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # nodes are connected to each other, each to all
     os.environ[NVML_CHECK] = "1"  # looking for a GPU must not start one here
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # that a peer is gone culm says itself, in one line
     with preloading():

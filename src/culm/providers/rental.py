@@ -54,6 +54,10 @@ class Market:
     notice_s: float = 0.0
     """Seconds of notice before a node is taken; 0: none."""
 
+    def __post_init__(self) -> None:
+        _check("--speedup", self.speedup, above=0.0)
+        _check("--notice", self.notice_s, above=-1e-9)
+
     def rental(self, nodes: int) -> Rental:
         """What a run that wants so many nodes makes of it: see `rent`."""
         return rent(self.trace, nodes, speedup=self.speedup, notice_s=self.notice_s)
