@@ -18,10 +18,9 @@ A message is one sentence that names the field or the place, the value found, an
 
 from __future__ import annotations
 
-from asyncio.exceptions import CancelledError
-
-RAISED: tuple[type[BaseException], ...] = (Exception, SystemExit, GeneratorExit, CancelledError)
-"""What code of the user may raise, and be told of: let through, the last three would mean something else to us."""
+RAISED: tuple[type[BaseException], ...] = (Exception, SystemExit, GeneratorExit)
+"""What code of the user may raise, and be told of: let through, the last two would mean something else to us. Inside of
+an event loop there is one more: culm.runtime.raised."""
 
 
 def said(error: BaseException) -> str:

@@ -25,6 +25,7 @@ from culm.errors import CulmError, RunError
 from culm.job import STOP
 from culm.observe.folder import perfetto
 from culm.runtime import epoch as letters
+from culm.runtime.raised import RAISED
 from culm.schedule import Plan
 
 if TYPE_CHECKING:
@@ -309,7 +310,7 @@ class Leader:
         assert on_step is not None
         try:
             return on_step(metrics)
-        except errors.RAISED as error:
+        except RAISED as error:
             raise errors.LayerFailed(f"Job.on_step raised {type(error).__name__}{errors.said(error)}") from error
 
     async def _note_shard(self, report: letters.ShardReport) -> None:

@@ -15,13 +15,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from culm.errors import RAISED, CulmError, JobError, LayerFailed, said
+from culm.errors import CulmError, JobError, LayerFailed, said
 from culm.plan.profile import LayerCost, Profile
 from culm.runtime import statistics
 from culm.runtime.call import call_layer, handed_on, loss_of
 from culm.runtime.data import Values, evaluation_batch, mapped, micro_batch
 from culm.runtime.device import device_of
 from culm.runtime.keys import key
+from culm.runtime.raised import RAISED
 from culm.runtime.state import HeldLayer, build_layer, check_initial, layer_of, named_parameter
 
 if TYPE_CHECKING:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, SupportsFloat
 import torch
 from torch import Tensor
 
-from culm.errors import RAISED, CulmError, JobError, LayerFailed, said
+from culm.errors import CulmError, JobError, LayerFailed, said
 from culm.runtime.data import Values, pack
 from culm.runtime.keys import outside_state, seed_layer
+from culm.runtime.raised import RAISED
 
 if TYPE_CHECKING:
     from culm.job import Job

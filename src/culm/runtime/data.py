@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from culm.errors import RAISED, CulmError, JobError, LayerFailed, said
+from culm.errors import CulmError, JobError, LayerFailed, said
 from culm.runtime.keys import key, sample_indices, seed_everything
+from culm.runtime.raised import RAISED
 
 if TYPE_CHECKING:
     from culm.job import Dataset, Job

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from culm.errors import RAISED, CulmError, LayerFailed, said
+from culm.errors import CulmError, LayerFailed, said
+from culm.runtime.raised import RAISED
 
 if TYPE_CHECKING:
     from culm.runtime.state import Unit

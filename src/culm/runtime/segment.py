@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from culm.errors import RAISED, CulmError, LayerFailed, said
+from culm.errors import CulmError, LayerFailed, said
 from culm.runtime import split, statistics
 from culm.runtime.call import Manner, call_layer, handed_on, loss_of
 from culm.runtime.data import Values
 from culm.runtime.keys import draws, knows_outside
+from culm.runtime.raised import RAISED
 from culm.runtime.split import Gradients
 from culm.runtime.statistics import Statistics
 

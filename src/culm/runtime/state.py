@@ -19,12 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from culm.errors import RAISED, JobError, said
+from culm.errors import JobError, said
 from culm.runtime import statistics
 from culm.runtime.accumulate import Accumulator, finish, laid
 from culm.runtime.call import Manner
 from culm.runtime.joint import Stepped, joined, step_of
 from culm.runtime.keys import key, knows_outside, seed_everything
+from culm.runtime.raised import RAISED
 
 if TYPE_CHECKING:
     from culm.job import Job

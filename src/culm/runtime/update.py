@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from culm.errors import RAISED, LayerFailed, NonFiniteLoss, said
+from culm.errors import LayerFailed, NonFiniteLoss, said
 from culm.runtime import statistics
+from culm.runtime.raised import RAISED
 
 if TYPE_CHECKING:
     from culm.job import Job

@@ -171,7 +171,9 @@ def face(scenario: Scenario) -> Outcome:
     truth = _truth(learns, scenario.exact, scenario.micro_batches, scenario.steps)
     with _folder(scenario.seed) as folder:
         try:
-            setup = prepare(job, _request(scenario, folder), blueprint=_blueprint(frozenset(learns) & _LOOKS))
+            setup = prepare(
+                job, _request(scenario, folder), blueprint=_blueprint(frozenset(learns) & _LOOKS, job.exact)
+            )
             run = endure(job, setup, scenario.faults, scenario.seed, truth, zones=scenario.zones)
         except AssertionError as error:
             return Outcome(scenario, failure=str(error))
@@ -206,10 +208,10 @@ def _request(scenario: Scenario, folder: str) -> Request:
 
 
 @functools.cache
-def _blueprint(features: frozenset[str]) -> Blueprint:
-    """What the layers look like: the same however many steps and micro-batches there are, and however they are summed
-    up."""
-    return look(job_of(tuple(sorted(features)), exact=False, micro_batches=4))
+def _blueprint(features: frozenset[str], exact: bool) -> Blueprint:
+    """What the layers look like: the same however many steps and micro-batches there are. By what they are trained
+    hangs on how they are summed up."""
+    return look(job_of(tuple(sorted(features)), exact, micro_batches=4))
 
 
 @functools.cache
