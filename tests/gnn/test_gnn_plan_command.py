@@ -90,6 +90,8 @@ def test_a_file_is_planned_for_by_its_statistics(tmp_path: Path) -> None:
     np.savez(path, indptr=[0, 1, 2], indices=[1, 0], labels=[0, 2], feat_shape=[2, 7])
     shape = shape_of(str(path), hidden=8)
     assert (shape.vertices, shape.edges, shape.widths) == (2, 2, (7, 8, 3))
+    np.savez(path, edge_index=[[0, 1], [1, 0]], y=[0, 2], x=np.ones((2, 7)))
+    assert shape_of(str(path), hidden=8) == shape
 
 
 @pytest.mark.skipif(not CORA.is_file(), reason="the graphs are not beside this checkout")

@@ -6,6 +6,7 @@ import contextlib
 import warnings
 import zipfile
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,14 +52,21 @@ def load(source: str, *, symmetrize: bool = False, split_seed: int = 0) -> Graph
         )
     if not zipfile.is_zipfile(path):
         raise UsageError(f"--graph {source!r} can not be read as npz: write one with numpy.savez (docs/gnn.md)")
+    with opened(path) as stored:
+        return _from_npz(stored, symmetrize, split_seed)
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[Stored]:
+    """The arrays of an npz, to be read inside. Raises UsageError for what can not be."""
     try:
-        with np.load(path, allow_pickle=False) as stored:
-            return _from_npz(_Stored(stored, path.stem), symmetrize, split_seed)
+        with np.load(path, allow_pickle=False) as arrays:
+            yield Stored(arrays, path.stem)
     except _UNREADABLE as error:
-        raise UsageError(f"--graph {source!r} can not be read as npz: {error}") from None
+        raise UsageError(f"--graph {str(path)!r} can not be read as npz: {error}") from None
 
 
-class _Stored:
+class Stored:
     """Arrays of an npz by our names; one that is missing is named in a sentence."""
 
     def __init__(self, arrays: Any, name: str) -> None:
@@ -93,7 +101,7 @@ class _Stored:
         return self[key] if self.called(key) in self._arrays else None
 
 
-def _from_npz(stored: _Stored, symmetrize: bool, split_seed: int) -> Graph:
+def _from_npz(stored: Stored, symmetrize: bool, split_seed: int) -> Graph:
     sources, targets, vertices = _stored_edges(stored)
     _say_what_weighs(stored.get("edge_weight"))
     return from_edges(
@@ -103,7 +111,7 @@ def _from_npz(stored: _Stored, symmetrize: bool, split_seed: int) -> Graph:
     )  # fmt: skip
 
 
-def _stored_edges(stored: _Stored) -> tuple[Array, Array, int]:
+def _stored_edges(stored: Stored) -> tuple[Array, Array, int]:
     """Sources, targets, and the number of vertices."""
     if "edge_index" in stored and "indptr" not in stored:
         ends = stored["edge_index"]
@@ -123,7 +131,7 @@ def _check_pointers(name: str, pointers: Array, count: int) -> None:
         raise UsageError(f"{name} does not describe {count} indices: it has to grow from 0 to their number")
 
 
-def _features(stored: _Stored, vertices: int) -> Array | None:
+def _features(stored: Stored, vertices: int) -> Array | None:
     """The feature matrix, dense: from CSR arrays, or as `features`."""
     if "features" in stored:
         return stored["features"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -84,20 +83,19 @@ def _of_generator(source: str) -> dict[str, Any]:
 
 def _of_file(path: Path) -> dict[str, Any]:
     """From the small arrays of an npz: the edges themselves are not read."""
-    import numpy as np
+    from culm.gnn.readers import opened
 
-    try:
-        with np.load(path, allow_pickle=False) as stored:
-            indptr, labels = stored["indptr"], stored["labels"]
-            width = stored["feat_shape"][1] if "feat_shape" in stored else stored["features"].shape[1]
-    except KeyError as error:
-        raise UsageError(f"--graph {str(path)!r} has no array {error.args[0]}: give one with features") from None
-    except (zipfile.BadZipFile, ValueError, OSError, EOFError) as error:
-        raise UsageError(f"--graph {str(path)!r} can not be read as npz: {error}") from None
+    with opened(path) as stored:
+        labels = stored["labels"]
+        vertices, edges = labels.size, max(stored["edge_index"].shape) if "edge_index" in stored else 0
+        if "indptr" in stored or not edges:
+            indptr = stored["indptr"]
+            vertices, edges = len(indptr) - 1, int(indptr[-1])
+        width = stored["feat_shape"][1] if "feat_shape" in stored else stored["features"].shape[1]
     return {
         "name": path.stem,
-        "vertices": len(indptr) - 1,
-        "edges": int(indptr[-1]),
+        "vertices": vertices,
+        "edges": edges,
         "features": int(width),
         "classes": int(labels.max()) + 1,
     }
