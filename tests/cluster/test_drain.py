@@ -155,6 +155,37 @@ def test_the_node_that_leads_may_go_with_half_a_step_of_notice() -> None:
     assert run.summary["preemptions"] == 1
 
 
+@pytest.mark.parametrize("came", [1, 4])
+@pytest.mark.parametrize("strategy", ["reroute", "migrate"])
+def test_if_every_node_that_trains_has_notice_those_that_stand_by_go_on(
+    tmp_path: Path, strategy: str, came: int
+) -> None:
+    faults = Faults().join(0, count=came, step=0).warn((0, 1, 2, 3), seconds=AMPLE_S, step=3, nth=2)
+    run = drained(faults, strategy=strategy, out=str(tmp_path))
+    assert sorted(node for lost, _, _ in left(run) for node in lost) == [0, 1, 2, 3]
+    assert {(redone, source) for _, redone, source in left(run)} == {(0, "notice")}
+
+
+@pytest.mark.parametrize("ends", [Faults().kill(4, at="copy"), Faults().warn(4, seconds=AMPLE_S, at="copy")])
+def test_the_run_ends_when_those_that_stood_by_are_gone_too(tmp_path: Path, ends: Faults) -> None:
+    faults = Faults().join(0, step=0).warn((0, 1, 2, 3), seconds=AMPLE_S, step=1, nth=2) + ends
+    with pytest.raises(NodeLost, match="every node has notice: the run ended before step"):
+        simulate(job(), faults=faults, out=str(tmp_path), cost=lambda *_: 0.01, latency=0.001, **SHAPE)
+
+
+def test_a_run_that_ends_for_notices_does_so_though_its_leader_goes_first(tmp_path: Path) -> None:
+    faults = Faults().warn((0, 1, 2, 3), seconds=AMPLE_S, step=3, nth=2).kill(0, step=4, nth=3)
+    with pytest.raises(NodeLost, match="every node has notice: the run ended before step"):
+        simulate(job(), faults=faults, out=str(tmp_path), cost=lambda *_: 0.01, latency=0.001, **SHAPE)
+
+
+def test_copies_that_those_with_notice_had_no_time_for_are_missed_in_one_sentence() -> None:
+    """Who leads then knows of the losses from the one before."""
+    faults = Faults().join(0, count=4, step=0).warn((0, 1, 2, 3), seconds=0.05, step=3, nth=2)
+    with pytest.raises(NodeLost, match=r"vanished in step \d and nobody else holds its layers"):
+        simulate(job(), faults=faults, cost=lambda *_: 0.01, latency=0.001, **SHAPE)
+
+
 def test_if_notices_come_to_all_one_after_the_other_the_run_ends_as_if_they_had_come_together(tmp_path: Path) -> None:
     faults = Faults().warn((0, 1), seconds=AMPLE_S, step=3, nth=2).warn((2, 3), seconds=AMPLE_S, step=3, nth=5)
     with pytest.raises(NodeLost, match="every node has notice: the run ended before step"):

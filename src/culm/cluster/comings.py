@@ -28,8 +28,6 @@ class Comings:
 
     def __init__(self, turnover: Turnover) -> None:
         self.turnover, self.tenure = turnover, turnover.tenure
-        self.evacuated = False
-        """Whether the run ends because every node has notice."""
         self._probation = Probation()
         self._aside: dict[int, NodeRecord] = {}
         """Nodes that have to wait until they count as there."""
@@ -166,17 +164,19 @@ class Comings:
         if not epoch.kept or tenure.finish is not None:
             return
         roll.leaving[node] = tenure.clock.now() + seconds
-        if roll.all_leave(epoch):
-            self._evacuate()
-        elif self.turnover.halting is None:
+        if not self._leave_if_all_do() and self.turnover.halting is None:
             self.turnover.halt()
 
-    def _evacuate(self) -> None:
-        """Everybody has notice: end after the steps that are open, with a checkpoint if there is a place for it."""
-        tenure = self.tenure
+    def _leave_if_all_do(self) -> bool:
+        """Everybody has notice, and nobody stands by to go on: end after the steps that are open, with a checkpoint if
+        there is a place for it."""
+        tenure, epoch = self.tenure, self.tenure.epoch
+        if epoch is None or tenure.finish is not None or not tenure.roll.all_leave(epoch):
+            return False
         tenure.roll.leaving.clear()
         tenure.end_before(min(tenure.ledger.next_step + 2, tenure.setup.steps))
-        self.evacuated = tenure.finish != tenure.setup.steps
+        tenure.evacuated = tenure.finish != tenure.setup.steps
+        return True
 
     def grow(self) -> None:
         """At a commit: whoever waits comes in, and whoever has caught up takes its place, all in one new epoch. Where
@@ -185,6 +185,8 @@ class Comings:
         if epoch is None or tenure.finish is not None or not self.turnover.calm or tenure.minutes.behind:
             return
         self._let_in()
+        if self._leave_if_all_do():  # who stood by, or had no notice, may be gone since
+            return
         if not tenure.setup.keeps:
             if more_pipelines(tenure.setup, epoch, len(roll.waiting(epoch))):
                 self.turnover.halt()

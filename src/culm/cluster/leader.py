@@ -89,7 +89,7 @@ class Leader:
             await tenure.saves.tidy(tenure.folder.checkpoints or "")
             # Aside: of many nodes it takes longer than a lease, and whoever leads must go on being heard of meanwhile.
             await tenure.clock.aside(self._leave_behind, summary)
-            if self.comings.evacuated:
+            if tenure.evacuated:
                 raise tenure.all_left()
             return Result(summary=summary)
         except Exception as reason:

@@ -32,6 +32,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     runs: tuple[Run, ...] = ()
     finish: int | None = None
     """The step before which the run ends, once that is decided."""
+    evacuated: bool = False
+    """Whether it ends there because every node has notice."""
     slowest_s: float = 0.0
     """The longest action: whoever has such is not hung because it is silent for as long."""
 

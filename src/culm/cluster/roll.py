@@ -85,7 +85,9 @@ class Roll:
         return {record.node: record.zone for record in self.nodes.values() if record.zone}
 
     def all_leave(self, epoch: Epoch) -> bool:
-        return self.leaving.keys() >= {member.node for member in self.staying(epoch)}
+        """Whether everybody has notice, and nobody stands by to take a place."""
+        staying = {member.node for member in self.staying(epoch)}
+        return bool(self.leaving) and self.leaving.keys() >= staying and not self.waiting(epoch)
 
     def differs(self, record: NodeRecord) -> str | None:
         """How a node computes otherwise than those that are there, in words; None: it does not."""

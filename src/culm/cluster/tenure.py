@@ -59,6 +59,8 @@ class Tenure:
         """The last letters of the epoch's workers, by node."""
         self.finish: int | None = None
         """The step before which the run ends, once that is decided."""
+        self.evacuated = False
+        """Whether it ends there because every node has notice."""
         self.permitted = 0
         self.began = clock.now()
         self.relieved = asyncio.Event()
@@ -155,6 +157,7 @@ class Tenure:
         self.toll.at_risk_s = record.at_risk_s
         self.vigil.slowest_s = max(self.vigil.slowest_s, record.slowest_s)
         self.finish = record.finish if record.next_step < self.setup.steps else record.next_step
+        self.evacuated = record.evacuated
 
     async def write_record(self) -> None:
         """So that whoever leads next knows it too, however long it takes."""
@@ -200,6 +203,7 @@ class Tenure:
             at_risk_s=self.toll.at_risk_s,
             owed=tuple(sorted(self.toll.owed)),
             finish=self.finish,
+            evacuated=self.evacuated,
             slowest_s=self.vigil.slowest_s,
         )
         return encode(found)

@@ -207,8 +207,11 @@ class Turnover:
             tenure.aside(self.plan_ahead(standings, committed, old))
 
     def _owing(self, made: Regrouped) -> Regrouped:
-        """With the checkpoint that was due and came to nothing."""
-        owes = self.tenure.saves.owed(made.epoch, self.tenure.roll.gone)
+        """With the checkpoint that was due and came to nothing; or with one out of turn, where all that have the layers
+        are about to go."""
+        tenure, members = self.tenure, {member.node for member in made.epoch.alive}
+        parting = tenure.folder.out is not None and members <= tenure.roll.leaving.keys()
+        owes = tenure.saves.owed(made.epoch, tenure.roll.gone) or parting
         return replace(made, epoch=msgspec.structs.replace(made.epoch, owes=owes))
 
     async def _decide(
@@ -247,7 +250,7 @@ class Turnover:
             )
             return self.growth.complete_first(made) if setup.strategy == "templates" and halting.lost else made
         if await tenure.saves.newest(tenure.folder.checkpoints) is None:
-            raise tenure.lost(min(halting.lost))
+            raise tenure.lost(min({*halting.lost, *tenure.roll.gone}))
         return restart(setup, old, number, address, stay, *await self._rewound(), come)
 
     async def _rewound(self) -> tuple[int, str | None]:
