@@ -22,6 +22,7 @@ from .layers import (
     Forces,
     Frozen,
     HalfFrozen,
+    Hooked,
     Ignoring,
     Normed,
     NormedTwice,
@@ -167,6 +168,7 @@ JOBS: Mapping[str, Job] = MappingProxyType(
             words, layers=[Words, Dense, Speak], tied=[("0.table.weight", "2.head.weight")], optimizer=Rebinding
         ),
         "gradients taken away": but(optimizer=Clearing),
+        "gradients replaced": around(Hooked, Hooked),
         "turned weight, fused": around(Turned, Turned, optimizer=fused),
         "gradients in forward": but(layers=[Forces, Forces, *dense(2)]),
         "bf16": around(Residual, Residual, precision="bf16"),
