@@ -17,6 +17,7 @@ from culm.models.gpt import gpt, gpt_loss, gpt_tied
 from . import quiet
 from .layers import (
     Activated,
+    Behind,
     Chance,
     Dense,
     Forces,
@@ -214,6 +215,7 @@ JOBS: Mapping[str, Job] = MappingProxyType(
         "in place": around(Rectified, partial(nn.ReLU, inplace=True), Rectified),
         "in place recompute": around(Rectified, partial(nn.Dropout, 0.3, inplace=True), Rectified, recompute=True),
         "in place first": but(layers=[Rectified, partial(nn.ReLU, inplace=True), *dense(2)], recompute=True),
+        "in place, unnoted": but(layers=[Behind, Behind, *dense(2)], recompute=True),
         "in place loss": but(loss=in_place),
         "in place loss recompute": but(loss=in_place, recompute=True),
         "views": but(sequences, layers=[Dense, Transposed, partial(nn.Linear, 4, 5), partial(Flat, 30), Dense]),
