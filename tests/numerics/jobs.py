@@ -17,11 +17,13 @@ from culm.models.gpt import gpt, gpt_loss, gpt_tied
 from . import quiet
 from .layers import (
     Activated,
+    Behind,
     Chance,
     Dense,
     Forces,
     Frozen,
     HalfFrozen,
+    Hooked,
     Ignoring,
     Normed,
     NormedTwice,
@@ -167,6 +169,7 @@ JOBS: Mapping[str, Job] = MappingProxyType(
             words, layers=[Words, Dense, Speak], tied=[("0.table.weight", "2.head.weight")], optimizer=Rebinding
         ),
         "gradients taken away": but(optimizer=Clearing),
+        "gradients replaced": around(Hooked, Hooked),
         "turned weight, fused": around(Turned, Turned, optimizer=fused),
         "gradients in forward": but(layers=[Forces, Forces, *dense(2)]),
         "bf16": around(Residual, Residual, precision="bf16"),
@@ -212,6 +215,7 @@ JOBS: Mapping[str, Job] = MappingProxyType(
         "in place": around(Rectified, partial(nn.ReLU, inplace=True), Rectified),
         "in place recompute": around(Rectified, partial(nn.Dropout, 0.3, inplace=True), Rectified, recompute=True),
         "in place first": but(layers=[Rectified, partial(nn.ReLU, inplace=True), *dense(2)], recompute=True),
+        "in place, unnoted": but(layers=[Behind, Behind, *dense(2)], recompute=True),
         "in place loss": but(loss=in_place),
         "in place loss recompute": but(loss=in_place, recompute=True),
         "views": but(sequences, layers=[Dense, Transposed, partial(nn.Linear, 4, 5), partial(Flat, 30), Dense]),

@@ -138,6 +138,27 @@ class Turned(nn.Module):
         return x @ self.weight
 
 
+class Behind(Dense):
+    """Writes into its input behind torch's back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.data.mul_(2.0)
+        return super().forward(x)
+
+
+class Hooked(Dense):
+    """Puts other gradients in the place of those that there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear.weight.register_post_accumulate_grad_hook(_halve)
+
+
+def _halve(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad = parameter.grad * 0.5
+
+
 class NormedTwice(Normed):
     """One batch norm, called twice."""
 

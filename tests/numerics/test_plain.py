@@ -122,6 +122,7 @@ SAME = {
     "one weight twice": JOBS["one weight twice"],
     "attention": JOBS["attention"],
     "gradients taken away": JOBS["gradients taken away"],
+    "gradients replaced": JOBS["gradients replaced"],
     "gradients in forward": JOBS["gradients in forward"],
     "turned weight, fused": JOBS["turned weight, fused"],
     "float64, clipped": but(

@@ -190,7 +190,7 @@ def test_weights_that_add_up_to_nothing_stop_the_run_or_skip_the_step() -> None:
     assert found.state_sha256 == reference(but(job, steps=0)).state_sha256
 
 
-@pytest.mark.parametrize("weight", [-1.0, math.nan])
+@pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf])
 def test_weights_that_would_turn_training_around_are_named(weight: float) -> None:
     def turned(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
         return by_label(output, target)[0], weight

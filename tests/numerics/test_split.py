@@ -287,7 +287,7 @@ def test_code_that_does_not_write_gets_its_input_without_a_copy_from_the_second_
     for time in range(3):
         (lent,) = manner.lend((x,))
         assert (lent.data_ptr() == x.data_ptr()) == (time > 0)
-        manner.learn((lent,))
+        manner.learn((lent,), (x,))
 
 
 def test_an_exact_run_learns_nothing_that_other_data_could_prove_wrong() -> None:
@@ -297,7 +297,7 @@ def test_an_exact_run_learns_nothing_that_other_data_could_prove_wrong() -> None
         (lent,) = manner.lend((x,))
         assert lent is not x
         lent.sum().backward()
-        manner.learn((lent,))
+        manner.learn((lent,), (x,))
     assert manner.draws
 
 
@@ -306,7 +306,7 @@ def test_code_that_writes_gets_a_copy_every_time() -> None:
     for _ in range(3):
         (lent,) = manner.lend((x,))
         lent.mul_(2.0)
-        manner.learn((lent,))
+        manner.learn((lent,), (x,))
         assert x.tolist() == [1.0, 1.0, 1.0]
 
 

@@ -77,6 +77,19 @@ class Accumulator:
             self.finite = False
         self.detach()
 
+    def gather(self) -> None:
+        """Fast, before the sum is read: a hook of the user's may have put another tensor in the place of `.grad`."""
+        if self.exact:
+            return
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            if parameter.grad is view:
+                continue
+            if parameter.grad is None:
+                view.zero_()
+            else:
+                view.copy_(_dense(parameter.grad))
+            parameter.grad = view
+
     def _found(self) -> list[tuple[Tensor, Tensor]]:
         """Pieces of the sum, and the gradients that go there. Those of a small layer go together: with few elements a
         call costs more than what it does."""
@@ -146,9 +159,13 @@ def laid(flat: Tensor, parameter: Tensor) -> Tensor:
     return flat.as_strided(parameter.shape, torch.empty_like(parameter, device="meta").stride(), flat.storage_offset())
 
 
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient.detach() if gradient.layout is torch.strided else gradient.detach().to_dense()
+
+
 def _flat(gradient: Tensor, parameter: Tensor) -> Tensor:
     """In the order in which the parameter lies. Also of an embedding whose gradient is sparse."""
-    dense = gradient.detach() if gradient.layout is torch.strided else gradient.detach().to_dense()
+    dense = _dense(gradient)
     if parameter.is_contiguous():
         return dense.reshape(-1)
     flat = torch.empty(dense.numel(), dtype=dense.dtype, device=dense.device)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, SupportsFloat
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from culm.errors import CulmError, JobError, LayerFailed, said
 from culm.runtime.data import Values, pack
@@ -82,12 +83,19 @@ class Manner:
         """Whether a run in training has still something to show."""
         return self.writes is None or self.draws is None
 
-    def learn(self, lent: Values) -> None:
+    def learn(self, lent: Values, values: Values) -> None:
         """After a run in training: from now on copy only where something was written, seed only what was drawn from."""
         if self.writes is None:
-            self.writes = any(value._version for value in lent)
+            self.writes = any(map(_written, lent, values))
         if self.draws is None:
             self.draws = outside_state() != self._state
+
+
+def _written(copy: Tensor, value: Tensor) -> bool:
+    """Whether somebody wrote into a copy; through `.data` that leaves no note."""
+    if copy._version or isinstance(value, FakeTensor) or value.is_nested:
+        return copy._version > 0
+    return not torch.equal(copy, value)
 
 
 def _cast_leaf(value: Tensor) -> bool:
@@ -115,7 +123,7 @@ def call_layer(layer: HeldLayer, values: Values, draw: int) -> Values:
         how = how if several and not layer.unpacks else ""
         raise LayerFailed(f"{layer.label} raised {type(error).__name__} on input {shapes}{how}{said(error)}") from error
     if layer.manner.learns and layer.module.training:
-        layer.manner.learn(lent)
+        layer.manner.learn(lent, values)
     return pack(made, f"the output of {layer.label}") if not isinstance(made, Tensor) else (made,)
 
 
@@ -132,7 +140,7 @@ def loss_of(
         raise
     except RAISED as error:
         raise LayerFailed(f"the loss raised {type(error).__name__}{said(error)}") from error
-    manner.learn(lent)
+    manner.learn(lent, outputs)
     loss, weight = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"

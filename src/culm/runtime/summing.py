@@ -81,6 +81,8 @@ class Summing:
         absorb(self, step, g)
         segment = self.segment(g)
         rider = self.desk.book(step, g, segment).rider()
+        for layer in segment.layers:
+            layer.accumulator.gather()
         totals = [layer.accumulator.total for layer in segment.layers if layer.trained]
         if len(runners) > 1:
             parts = await self._over_all(self._groups[g, runners], totals, rider)

@@ -64,10 +64,10 @@ def check_loss(job: Job, step: int, loss_sum: float, weight_sum: float) -> None:
     """Raises LayerFailed if the weights would turn training around; NonFiniteLoss if the step has no finite loss and
     such steps are not skipped."""
     skips = job.nonfinite == "skip"
-    if weight_sum < 0 or (math.isnan(weight_sum) and not skips):
+    if weight_sum < 0 or weight_sum == math.inf or (math.isnan(weight_sum) and not skips):
         raise LayerFailed(
             f"the weights that the loss returned add up to {weight_sum} in step {step}: return (sum, weight) with a "
-            "weight of at least 0, such as a count"
+            "finite weight of at least 0, such as a count"
         )
     if skips:
         return

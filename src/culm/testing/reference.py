@@ -80,6 +80,8 @@ def _step(job: Job, state: State, step: int, dropped: Collection[int]) -> float:
         loss_sum += loss
         weight_sum += weight
         recorded.append(moved)
+    for layer in layers:
+        layer.accumulator.gather()
     check_loss(job, step, loss_sum, weight_sum)
     _finish(state, weight_sum)
     norm, factor = clip_factor(job, [layer_norms(layer, state.tied) for layer in layers])
