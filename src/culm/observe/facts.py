@@ -20,6 +20,8 @@ State = Literal["waiting", "running", "done", "failed", "cut off"]
 Event = Mapping[str, Any]
 SILENT_S = 60.0
 """A run of which nothing was heard for so long, and for twenty of its steps, is taken for cut off."""
+LEFT_S = 5.0
+"""The same where no process of this machine has its files open any more, and for three of its steps."""
 _LATELY = 32
 
 
@@ -254,7 +256,9 @@ def _state(contents: Contents, events: Sequence[Event], times: Sequence[float]) 
     if not events and not times:
         return "waiting", "nothing was heard of it yet"
     quiet, pace = contents.quiet_s, _step_s(times)
-    if contents.live or quiet is None or quiet < max(SILENT_S, 20 * pace):
+    left = contents.held is False and bool(times)
+    patience = max(LEFT_S, 3 * pace) if left else max(SILENT_S, 20 * pace)
+    if contents.live or contents.held or quiet is None or quiet < patience:
         return "running", ""
     return "cut off", f"no end was written, and nothing at all for {quiet:.0f} s"
 
