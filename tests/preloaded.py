@@ -333,6 +333,7 @@ def _preload() -> None:
     with nursery.preloading():
         for module in ("culm.gnn.host", "culm.gnn.worker", "culm.gnn.running", "culm.cluster.prepare"):
             importlib.import_module(module)
+        importlib.import_module("culm.providers.heard")  # of pages; culm.gnn.running has the rest of them
         importlib.import_module("culm.cli").command()
         nursery._preload()
         importlib.import_module("benchmarks.rank")

@@ -18,6 +18,7 @@ import pytest
 from tests.observe.told import EVENTS, SUMMARY
 
 from culm.cli import main
+from culm.observe.reading import Folder
 
 from .command import CULM, JOBS, LIMIT_S, culm, one_sentence
 
@@ -150,6 +151,7 @@ def test_a_run_is_shown_while_it_goes_with_a_folder_and_without(folder: bool, tm
         while 'state="running"} 1' not in (figures := fetched(f"{address}metrics")) or "culm_loss" not in figures:
             pass
         assert "culm_nodes" in figures
+        assert not folder or Folder(str(tmp_path / "run")).look().held
         assert "running" in fetched(address)
         os.kill(process.pid, signal.SIGINT)
         _, stderr = process.communicate(timeout=LIMIT_S)

@@ -43,6 +43,10 @@ def test_a_run_of_which_nothing_is_heard_any_more_was_cut_off() -> None:
     slow = [replace_t(step, 60.0 * step.step) for step in steps(6)]
     assert facts(replace(silent, steps=slow)).state == "running"  # a step takes a minute
     assert facts(replace(silent, live=True)).state == "running"
+    assert facts(replace(silent, held=True)).state == "running"  # somebody has its files open
+    assert facts(replace(silent, quiet_s=6.0)).state == "running"
+    assert facts(replace(silent, quiet_s=6.0, held=False)).state == "cut off"
+    assert facts(replace(silent, quiet_s=6.0, held=False, steps=[])).state == "running"  # perhaps on another machine
 
 
 def replace_t(step: Step, t: float) -> Step:

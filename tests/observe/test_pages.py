@@ -8,6 +8,8 @@ from html.parser import HTMLParser
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.observe.told import EVENTS, SUMMARY, TRACE, contents, steps
 
 from culm.observe import page
@@ -160,3 +162,46 @@ def test_prometheus_gets_every_figure_that_there_is_and_no_other() -> None:
     assert values[f'culm_state{{{name},state="done"}}'] == "1"
     assert "evaluation_loss" not in told
     assert told.count("# TYPE culm_state gauge") == 1
+
+
+KINDS = re.findall(
+    r"\S+",
+    "run_started node_joined lost left notice epoch recovered reshaped checkpoint ready evaluation queues server-up "
+    "server-lost generation failed finished suspected odd",
+)
+FIELDS = re.findall(
+    r"\S+",
+    "node step steps start number members slots lost seconds bytes why source detect_ms global_batch epochs timeouts "
+    "test val queue workers message",
+)
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 9),
+    st.floats(),
+    st.text(max_size=3),
+    st.lists(st.integers(0, 3), max_size=3),
+    st.dictionaries(st.sampled_from("ab"), st.integers(), max_size=2),
+)
+ODD = st.builds(
+    lambda t, kind, rest: {"t": t, "kind": kind, **rest},
+    st.floats(0, 20),
+    st.sampled_from(KINDS),
+    st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=6),
+)
+
+
+@given(
+    st.lists(ODD, max_size=12),
+    st.lists(st.builds(Step, st.integers(0, 9), st.floats(0, 20), VALUES, st.integers(0, 9)), max_size=8),
+    st.one_of(st.none(), st.dictionaries(st.sampled_from([*SUMMARY, "epochs", "memory", "of_ideal"]), VALUES)),
+    st.booleans(),
+)
+def test_nothing_that_stands_in_the_files_of_a_run_is_too_odd_for_a_page(
+    events: list[Any], lines: list[Step], summary: dict[str, Any] | None, live: bool
+) -> None:
+    """Whoever wrote them: an older version, another program, a disk that was full."""
+    found = facts(Contents(name="odd", summary=summary, steps=lines, events=events, live=live))
+    assert json.loads(of_run(found).data)
+    assert json.loads(of_runs([found, found]).data)
+    assert metrics(found)

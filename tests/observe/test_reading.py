@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import fsspec
@@ -10,6 +12,15 @@ import pytest
 
 from culm.errors import UsageError
 from culm.observe.reading import Folder
+
+WRITES = """
+import fcntl, sys
+from pathlib import Path
+file = Path(sys.argv[1], "events.jsonl").open("a")
+fcntl.lockf(file, fcntl.LOCK_EX)
+print(flush=True)
+input()
+"""
 
 
 def line(step: int) -> str:
@@ -80,3 +91,17 @@ def test_what_is_no_run_is_refused_in_a_sentence(tmp_path: Path) -> None:
         Folder(str(tmp_path), empty=True)
     with pytest.raises(UsageError, match="can not be opened"):
         Folder("nosuch://place/run")
+
+
+def test_whether_another_process_writes_the_files_is_seen_until_it_ends(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WRITES, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        folder = Folder(str(tmp_path))
+        assert folder.look().held is True
+        process.kill()
+        process.wait()
+        assert folder.look().held is False
+    (tmp_path / "events.jsonl").unlink()
+    assert folder.look().held is None

@@ -20,6 +20,8 @@ State = Literal["waiting", "running", "done", "failed", "cut off"]
 Event = Mapping[str, Any]
 SILENT_S = 60.0
 """A run of which nothing was heard for so long, and for twenty of its steps, is taken for cut off."""
+LEFT_S = 5.0
+"""The same where no process of this machine has its files open any more, and for three of its steps."""
 _LATELY = 32
 
 
@@ -206,7 +208,7 @@ def facts(contents: Contents) -> Facts:
 
 def same_weights(runs: Sequence[Facts], digest: str = "weights_sha256") -> bool | None:
     """Whether all came to the same bits; None: not all have come to an end."""
-    found = [run.summary.get(digest) for run in runs]
+    found = [known if isinstance(known := run.summary.get(digest), str) else None for run in runs]
     return None if None in found or len(found) < 2 else len(set(found)) == 1
 
 
@@ -254,7 +256,9 @@ def _state(contents: Contents, events: Sequence[Event], times: Sequence[float]) 
     if not events and not times:
         return "waiting", "nothing was heard of it yet"
     quiet, pace = contents.quiet_s, _step_s(times)
-    if contents.live or quiet is None or quiet < max(SILENT_S, 20 * pace):
+    left = contents.held is False and bool(times)
+    patience = max(LEFT_S, 3 * pace) if left else max(SILENT_S, 20 * pace)
+    if contents.live or contents.held or quiet is None or quiet < patience:
         return "running", ""
     return "cut off", f"no end was written, and nothing at all for {quiet:.0f} s"
 
@@ -292,7 +296,7 @@ def _speed(
 def _first_crew(events: Sequence[Event]) -> int:
     """How many have to be ready before the first step."""
     first = next((e for e in events if e["kind"] == "epoch"), None)
-    return max(1, len(first.get("members") or ())) if first is not None else 1
+    return max(1, len(_list(first.get("members")))) if first is not None else 1
 
 
 def _left(part: Sequence[Step], times: Sequence[float], start: Event, state: State) -> float | None:
@@ -304,9 +308,9 @@ def _left(part: Sequence[Step], times: Sequence[float], start: Event, state: Sta
 
 def _proof(part: Sequence[Step], start: Event, summary: Event) -> tuple[bool | None, str]:
     """Whether every sample was counted once, by the ledger or, before there is one, by the steps so far."""
-    if {"samples", "samples_expected", "samples_lost", "samples_duplicated"} <= summary.keys():
-        samples, expected = summary["samples"], summary["samples_expected"]
-        lost, twice = summary["samples_lost"], summary["samples_duplicated"]
+    names = ("samples", "samples_expected", "samples_lost", "samples_duplicated")
+    samples, expected, lost, twice = (_whole(summary.get(name), None) for name in names)
+    if None not in (samples, expected, lost, twice):
         told = f"{samples:,} of {expected:,} expected, {lost:,} lost, {twice:,} counted twice"
         return samples == expected and not lost and not twice, told
     batch, steps = _whole(start.get("global_batch"), None), {step.step for step in part}
@@ -320,8 +324,8 @@ def _proof(part: Sequence[Step], start: Event, summary: Event) -> tuple[bool | N
 def _recoveries(events: Sequence[Event], summary: Event) -> tuple[Recovery, ...]:
     """From the events, which have times; the summary has those of an earlier leader whose events were lost, too."""
     told = [e for e in events if e["kind"] == "recovered"]
-    listed = summary.get("recoveries")
-    if not isinstance(listed, Sequence) or len(listed) <= len(told):
+    listed = _list(summary.get("recoveries"))
+    if len(listed) <= len(told):
         return tuple(_recovery(e, e["t"]) for e in told)
     rows = [_recovery(row, None) for row in listed if isinstance(row, Mapping)]
     times = {(row.step, row.lost): row.t for row in (_recovery(e, e["t"]) for e in told)}
@@ -336,12 +340,11 @@ def _made_good(row: Recovery, losses: Sequence[Event]) -> float | None:
 
 
 def _recovery(row: Event, t: float | None) -> Recovery:
-    lost = row.get("lost")
     ms = {name: _number(row.get(name), 0.0) or 0.0 for name in ("detect_ms", "decide_ms", "move_ms", "redo_ms")}
     return Recovery(
         t=t,
         step=_whole(row.get("step"), 0),
-        lost=tuple(map(str, lost)) if isinstance(lost, Sequence) else (),
+        lost=tuple(map(str, _list(row.get("lost")))),
         source=str(row.get("source") or ""),
         redone_actions=_whole(row.get("redone_actions"), 0),
         **ms,
@@ -387,8 +390,8 @@ class _Here:
 
 
 def _seat(here: Mapping[str, _Here], event: Event, t: float) -> None:
-    members = [str(node) for node in event.get("members") or ()]
-    slots = [str(slot) for slot in event.get("slots") or ("in" for _ in members)]
+    members = [str(node) for node in _list(event.get("members"))]
+    slots = [str(slot) for slot in _list(event.get("slots"))] or ["in"] * len(members)
     seated = dict(zip(members, slots, strict=False))
     for node, who in here.items():
         slot = seated.get(node, "")
@@ -501,6 +504,10 @@ def _last(steps: Sequence[Step], name: str) -> float | None:
 def _number(value: object, otherwise: float | None) -> float | None:
     real = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     return float(value) if real else otherwise  # type: ignore[arg-type]
+
+
+def _list(value: object) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else ()
 
 
 def _whole(value: object, otherwise: Any) -> Any:

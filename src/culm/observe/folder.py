@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import math
+import struct
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -20,8 +22,15 @@ if TYPE_CHECKING:
     from culm.checkpoint import Storage
 
 
+_LOCK = "@hhqqi"
+"""`struct flock` of Linux: to ask for a lock's holder is not to take it."""
+
+
 class RunFolder:
     """Where a run leaves its files. On a local path lines appear as they happen, on a URL with every `sync`.
+
+    While a process has the lines open it holds a lock on them, which ends with it: so others see whether a run without
+    an end goes on.
 
     `resumed_at` says that the run goes on from a checkpoint with that many steps: what the folder has is kept, but for
     the lines of steps that will be run again, so that each step stands there once.
@@ -66,7 +75,10 @@ class RunFolder:
             file.write(kept)
             return file
         self._storage.write(name, kept.encode())
-        return path.open("a", encoding="utf-8")
+        file = path.open("a", encoding="utf-8")
+        with contextlib.suppress(OSError):  # not every file system can
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return file
 
     def _kept(self, name: str) -> Iterator[str]:
         """Lines of the part before. One that was cut off when its writer died is none."""
@@ -206,6 +218,16 @@ def _claim_url(out: str) -> None:
         files.pipe_file(f"{root.rstrip('/')}/steps.jsonl", b"")
     except Exception as error:  # drivers raise what they like
         raise UsageError(f"--out {out!r} can not be written: {type(error).__name__}{said(error)}") from None
+
+
+def written_to(path: Path) -> bool | None:
+    """Whether another process of this machine has lines of a run open; None: nobody can say."""
+    try:
+        with path.open("rb") as file:
+            asked = struct.pack(_LOCK, fcntl.F_WRLCK, 0, 0, 0, 0)
+            return bool(struct.unpack(_LOCK, fcntl.fcntl(file, fcntl.F_GETLK, asked))[0] != fcntl.F_UNLCK)
+    except OSError:
+        return None
 
 
 def saved(out: str) -> list[int]:

@@ -11,6 +11,7 @@ import fsspec
 import msgspec
 
 from culm.errors import UsageError
+from culm.observe.folder import local, written_to
 
 T = TypeVar("T")
 Figure = float | str | None
@@ -58,6 +59,8 @@ class Contents:
     trace: Trace | None = None
     quiet_s: float | None = None
     """Seconds since anything was written; None: nobody can say."""
+    held: bool | None = None
+    """Whether a process of this machine is writing the files; None: nobody can say."""
     live: bool = False
     """It is told by the run itself, which therefore goes on."""
     damaged: int = 0
@@ -105,8 +108,13 @@ class Folder:
             events=self._events.values,
             trace=self._trace.value,
             quiet_s=max(0.0, time.time() - max(written)) if written else None,
+            held=self._held(),
             damaged=self._steps.damaged + self._events.damaged,
         )
+
+    def _held(self) -> bool | None:
+        path = local(self.place)
+        return None if path is None else written_to(path / "events.jsonl")
 
 
 def _event(line: bytes) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def _blocks(run: Facts, trace: Trace | None) -> Iterator[Block]:
         yield Block("recoveries", _recoveries(run.recoveries, run.graph), wide=True)
     if run.wall_s:
         yield Block("split", _split(run), wide=True)
-    if trace is not None and (drawn := charts.timeline(trace)) is not None:
+    if trace is not None and run.state == "done" and (drawn := charts.timeline(trace)) is not None:
         note = "What each node was at in the last steps; drag to look closer. All of it: trace.json in ui.perfetto.dev."
         yield Block("timeline", title="The last actions", note=note, figure=drawn, wide=True)
     if run.happened:
@@ -140,7 +140,7 @@ def _what(run: Facts) -> str:
         shape = " x ".join(filter(None, (_counted(get("pipelines"), "pipeline"), _counted(get("stages"), "stage"))))
         layers = _counted(get("layers"), "layer")
         about = [run.job, layers, shape, get("schedule"), get("strategy") and f"strategy {get('strategy')}"]
-    exact = {True: "exact", False: "not exact"}.get(get("exact"))
+    exact = "exact" if get("exact") is True else "not exact" if get("exact") is False else None
     return " · ".join(str(part) for part in [*about, exact] if part)
 
 
@@ -406,7 +406,7 @@ def _alike(runs: Sequence[Facts]) -> str:
     """Which runs came to the same bits."""
     groups: dict[object, list[str]] = {}
     for run in runs:
-        digest = run.summary.get("weights_sha256")
+        digest = _digest(run, "weights_sha256")
         groups.setdefault(digest or f"no end: {run.name}", []).append(run.name)
     return "; ".join(" = ".join(group) for group in groups.values())
 
