@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from culm.providers.nursery import Nursery, Refused, reports
+from culm.errors import RunError
+from culm.providers.nursery import Nursery, Refused, fork, reports
 from culm.providers.strike import Board
 
 
@@ -42,3 +43,13 @@ def test_whoever_waits_hears_that_trying_the_layers_out_has_ended_however_it_did
         assert report.message.startswith(sentence)
     finally:
         board.close()
+
+
+@pytest.mark.real
+def test_a_node_that_can_not_go_on_says_why_in_one_sentence(capfd: pytest.CaptureFixture[str]) -> None:
+    def fails() -> None:
+        raise RunError("the store is out of reach")
+
+    _, status = os.waitpid(fork(fails), 0)
+    assert os.waitstatus_to_exitcode(status) == 1
+    assert capfd.readouterr().err == "culm: the store is out of reach\n"
