@@ -17,7 +17,7 @@ import pytest
 from culm.cluster.setup import Request
 from culm.errors import RunError, UsageError
 from culm.providers.local import LocalNursery, make_room
-from culm.providers.nursery import JobSource, Load, Nursery, Refused, reports
+from culm.providers.nursery import JobSource, Load, Nursery, Refused, fork, reports
 from culm.providers.strike import Board
 
 
@@ -93,3 +93,13 @@ def test_files_that_nodes_need_are_asked_for_and_refused_where_the_machine_has_t
     assert limits == [32, 100]
     with pytest.raises(UsageError, match=r"may have 100 files open \(ulimit -n\), and 64 nodes need 144: allow more"):
         make_room(64)
+
+
+@pytest.mark.real
+def test_a_node_that_can_not_go_on_says_why_in_one_sentence(capfd: pytest.CaptureFixture[str]) -> None:
+    def fails() -> None:
+        raise RunError("the store is out of reach")
+
+    _, status = os.waitpid(fork(fails), 0)
+    assert os.waitstatus_to_exitcode(status) == 1
+    assert capfd.readouterr().err == "culm: the store is out of reach\n"

@@ -262,6 +262,8 @@ def fork(child: Callable[[], None]) -> int:
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 1
+    except CulmError as error:  # it says itself what is wrong, as that the store is out of reach
+        print(f"culm: {error}", file=sys.stderr)
     except BaseException:
         traceback.print_exc()
     finally:
