@@ -240,7 +240,8 @@ def timeline(trace: Trace) -> Figure | None:
         first = step
     shown = [span for span in spans if _step(span) >= first]
     zero = min(span.ts for span in shown)
-    rows = [labels.get(tid, str(tid)) for tid in sorted({span.tid for span in shown}, key=lambda t: labels.get(t, ""))]
+    by_slot = sorted({span.tid for span in shown}, key=lambda tid: (labels.get(tid, "").partition(": ")[2], tid))
+    rows = [labels.get(tid, str(tid)) for tid in by_slot]
     found = []
     for kind, (colour, meaning) in COLOURS.items():
         these = [span for span in shown if span.name.lstrip("0123456789")[:1] == kind]
