@@ -41,7 +41,7 @@ def us_per_action(*, stages: int = 4, micro_batches: int = 32, steps: int = 20, 
     All stages in one process over memory: the loop, the data, the book and the closing of the step, no network.
     """
 
-    def forward(self: Segment, step: int, micro: int, *_: Any) -> tuple[tuple[Tensor, ...], Outcome]:
+    def forward(self: Segment, step: int, micro: int, *_: Any, **__: Any) -> tuple[tuple[Tensor, ...], Outcome]:
         del step, micro
         return (() if self.last else (_NOTHING,)), Outcome(loss=_NOTHING.sum() if self.last else None)
 
