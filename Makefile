@@ -8,8 +8,8 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --con
 CODE := src tests benchmarks examples
 # Tests in so many processes: one for each core, but no more than eight, since each holds torch and starts nodes.
 JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
-# Tests of real processes wait a good part of their time, for leases that run out and for nodes that nap.
-REAL_JOBS ?= $(shell echo $$(($(JOBS) * 3 / 2)))
+# Tests of real processes wait a third of their time and more, for leases that run out and for nodes that nap.
+REAL_JOBS ?= $(shell echo $$(($(JOBS) * 2)))
 PYTEST = $(BIN)/pytest -q --dist worksteal
 
 # Tests and types are read by several processes, and programs are started many times: compile each file once.
