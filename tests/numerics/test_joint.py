@@ -86,6 +86,25 @@ def test_what_is_learned_together_is_what_is_learned_apart(optimizer: Callable[[
     assert one.digests(one.layers) == other.digests(other.layers)
 
 
+MANNERS: dict[str, Callable[[Any], Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+    "SGD, decay": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.1, weight_decay=0.2, maximize=True),
+    "Adam, decay": lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.2, maximize=True),
+    "AdamW, amsgrad": lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True, betas=(0.8, 0.95), eps=1e-3),
+}
+
+
+@pytest.mark.parametrize("optimizer", MANNERS.values(), ids=MANNERS)
+def test_small_weights_are_stepped_by_fewer_calls_to_the_same_bits_in_every_manner(
+    optimizer: Callable[[Any], Optimizer],
+) -> None:
+    one, other = trained(optimizer, together=True), trained(optimizer, together=False)
+    assert one.digests(one.layers) == other.digests(other.layers)
+    (together,) = joined(units(state(optimizer)))
+    assert isinstance(together, Joint)
+    assert [group["foreach"] for group in together.optimizer.param_groups] == [True]
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_optimizers_of_torch_are_put_together(optimizer: Callable[[Any], Optimizer]) -> None:
     (one,) = joined(units(state(optimizer)))

@@ -22,6 +22,10 @@ _BY_ITSELF = {
     for name in ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD")
 }
 """Optimizers that move a parameter by its own gradient and state, whatever others they are given with it."""
+_SAME_FOREACH = {torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW}
+"""Of these, those that on a CPU come to the same bits where torch goes through all parameters in each of its calls."""
+_SMALL = 1 << 14
+"""Elements of a parameter, on average, up to which the calls cost more than what they do; above, the cache counts."""
 
 
 class Stepped(Protocol):
@@ -51,6 +55,9 @@ class Joint:
         for one in made:
             self.optimizer.state.update(one.state)
             one.state = self.optimizer.state
+        for group in self.optimizer.param_groups:
+            if type(self.optimizer) in _SAME_FOREACH and group["foreach"] is None and not group["fused"]:
+                group["foreach"] = _small(group["params"]) or None
         self._base = [group["lr"] for group in self.optimizer.param_groups]
         self._label = f"{units[0].label} to {units[-1].label}"
 
@@ -90,6 +97,12 @@ def _grouped(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
         else:
             same["params"] += group["params"]
     return found
+
+
+def _small(parameters: Sequence[Tensor]) -> bool:
+    """Whether they lie on a CPU and are small: a GPU's parameters torch takes together by itself."""
+    elements = sum(parameter.numel() for parameter in parameters)
+    return all(p.device.type == "cpu" for p in parameters) and elements <= _SMALL * len(parameters)
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
