@@ -15,7 +15,8 @@
     chaos     random runs that go wrong in random ways
     gnn       graph networks: run, plan
 
-    launch    a run from outside: nursery, signals, and what user code prints
+    launch    a run from outside: nursery, page, and what user code prints
+    interrupt signals that end a command, and all that it started first
     display   progress on a terminal, in a log, or not at all
     tables    what a run was set up as, and its ledger
     cluster   options of a job that several machines share

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from culm.cli import values
-from culm.cli.cluster import access_of, job_name, secret_of
+from culm.cli.cluster import EtcdCa, EtcdCert, EtcdKey, EtcdUser, SecretFile, access_of, job_name, secret_of
 from culm.cli.failing import failing
 from culm.cluster.notice import NAMES
 from culm.cluster.sealed import wire_secret
@@ -32,11 +32,11 @@ def agent(
     grace: Annotated[float, typer.Option(help="Seconds that a SIGTERM leaves to hand over.")] = GRACE_S,
     address: Annotated[Words, typer.Option(metavar="IP|interface", help="Where others reach this machine.")] = None,
     ports: Annotated[Words, typer.Option(metavar="A-B", help="Ports that its node may listen on.")] = None,
-    etcd_user: Annotated[Words, typer.Option(help="User of etcd; the password is CULM_ETCD_PASSWORD.")] = None,
-    etcd_ca: Annotated[Words, typer.Option(metavar="FILE", help="Certificates of who signs for etcd.")] = None,
-    etcd_cert: Annotated[Words, typer.Option(metavar="FILE", help="Client certificate.")] = None,
-    etcd_key: Annotated[Words, typer.Option(metavar="FILE", help="Its key.")] = None,
-    secret_file: Annotated[Words, typer.Option(metavar="FILE", help="The job's secret; default: CULM_SECRET.")] = None,
+    etcd_user: EtcdUser = None,
+    etcd_ca: EtcdCa = None,
+    etcd_cert: EtcdCert = None,
+    etcd_key: EtcdKey = None,
+    secret_file: SecretFile = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False,
 ) -> None:
     """Join the run of a job from this machine, and come back after every loss, until the run has ended."""

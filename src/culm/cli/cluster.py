@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Annotated, TypeAlias
+
+import typer
 
 from culm.cluster.etcd import Access, parse_access
 from culm.cluster.etcd.access import check_job_name, tls
 from culm.cluster.sealed import check_secret
 from culm.errors import UsageError
+
+EtcdUser: TypeAlias = Annotated[str | None, typer.Option(help="User of etcd; the password is CULM_ETCD_PASSWORD.")]
+EtcdCa: TypeAlias = Annotated[str | None, typer.Option(metavar="FILE", help="Certificates of who signs for etcd.")]
+EtcdCert: TypeAlias = Annotated[str | None, typer.Option(metavar="FILE", help="Client certificate.")]
+EtcdKey: TypeAlias = Annotated[str | None, typer.Option(metavar="FILE", help="Its key.")]
+SecretFile: TypeAlias = Annotated[
+    str | None, typer.Option(metavar="FILE", help="The job's secret; default: CULM_SECRET.")
+]
 
 
 def access_of(urls: str, user: str | None, ca: str | None, cert: str | None, key: str | None) -> Access:

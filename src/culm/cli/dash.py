@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from culm.cli.cluster import access_of, job_name, secret_of
+from culm.cli.cluster import EtcdCa, EtcdCert, EtcdKey, EtcdUser, SecretFile, access_of, job_name, secret_of
 from culm.cli.failing import failing
 from culm.cli.interrupt import interruptible
 from culm.errors import UsageError
@@ -30,11 +30,11 @@ def dash(
     host: Annotated[
         str, typer.Option(metavar="IP", help="Where to listen; default: this machine alone.")
     ] = "127.0.0.1",
-    etcd_user: Annotated[Words, typer.Option(help="User of etcd; the password is CULM_ETCD_PASSWORD.")] = None,
-    etcd_ca: Annotated[Words, typer.Option(metavar="FILE", help="Certificates of who signs for etcd.")] = None,
-    etcd_cert: Annotated[Words, typer.Option(metavar="FILE", help="Client certificate.")] = None,
-    etcd_key: Annotated[Words, typer.Option(metavar="FILE", help="Its key.")] = None,
-    secret_file: Annotated[Words, typer.Option(metavar="FILE", help="The job's secret; default: CULM_SECRET.")] = None,
+    etcd_user: EtcdUser = None,
+    etcd_ca: EtcdCa = None,
+    etcd_cert: EtcdCert = None,
+    etcd_key: EtcdKey = None,
+    secret_file: SecretFile = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False,
 ) -> None:
     """Show a run to browsers on this machine while it goes, and to Prometheus under /metrics."""

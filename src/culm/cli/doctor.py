@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 import typer
 from rich.text import Text
 
-from culm.cli.cluster import access_of
+from culm.cli.cluster import EtcdCa, EtcdCert, EtcdKey, EtcdUser, access_of
 from culm.cli.display import console_on
 from culm.cli.failing import failing
 from culm.errors import CulmError
@@ -54,10 +54,10 @@ class Finding(NamedTuple):
 
 def doctor(
     etcd: Annotated[Words, typer.Option(metavar="URL[,URL...]", help="Look at this etcd, too.")] = None,
-    etcd_user: Annotated[Words, typer.Option(help="User of etcd; the password is CULM_ETCD_PASSWORD.")] = None,
-    etcd_ca: Annotated[Words, typer.Option(metavar="FILE", help="Certificates of who signs for etcd.")] = None,
-    etcd_cert: Annotated[Words, typer.Option(metavar="FILE", help="Client certificate.")] = None,
-    etcd_key: Annotated[Words, typer.Option(metavar="FILE", help="Its key.")] = None,
+    etcd_user: EtcdUser = None,
+    etcd_ca: EtcdCa = None,
+    etcd_cert: EtcdCert = None,
+    etcd_key: EtcdKey = None,
     json_: Annotated[bool, typer.Option("--json", help="Print what was found as JSON, all else on stderr.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False,
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, cast
 import typer
 
 from culm.cli import values
-from culm.cli.cluster import access_of, job_name, secret_of
+from culm.cli.cluster import EtcdCa, EtcdCert, EtcdKey, EtcdUser, SecretFile, access_of, job_name, secret_of
 from culm.cli.display import Display, console_on, display_on
 from culm.cli.failing import failing
 from culm.cli.launch import launch
@@ -67,11 +67,11 @@ def run(
     job: Annotated[Words, typer.Option(help="Its name in etcd; default: that of the file.")] = None,
     local: Annotated[Number, typer.Option(help="With --etcd: nodes of this machine; default none.")] = None,
     address: Annotated[Words, typer.Option(metavar="IP|interface", help="Where others reach them.")] = None,
-    etcd_user: Annotated[Words, typer.Option(help="User of etcd; the password is CULM_ETCD_PASSWORD.")] = None,
-    etcd_ca: Annotated[Words, typer.Option(metavar="FILE", help="Certificates of who signs for etcd.")] = None,
-    etcd_cert: Annotated[Words, typer.Option(metavar="FILE", help="Client certificate.")] = None,
-    etcd_key: Annotated[Words, typer.Option(metavar="FILE", help="Its key.")] = None,
-    secret_file: Annotated[Words, typer.Option(metavar="FILE", help="The job's secret; default: CULM_SECRET.")] = None,
+    etcd_user: EtcdUser = None,
+    etcd_ca: EtcdCa = None,
+    etcd_cert: EtcdCert = None,
+    etcd_key: EtcdKey = None,
+    secret_file: SecretFile = None,
     suspect_after: Annotated[float, typer.Option(help="Seconds after which a silent machine is lost.")] = 5.0,
     ports: Annotated[Words, typer.Option(metavar="A-B", help="Ports that nodes may listen on.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Replaces Job.FIELD.")] = None,

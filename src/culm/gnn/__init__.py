@@ -7,7 +7,7 @@ From the ground up; a file imports only from files above it:
                                         a graph to learn on, from files, generators, other libraries
     partition, files                    cut by METIS into parts with ghosts and intervals; parts as files
     model, dropout, program             GCN and GAT; what is left out; a pass as a list of steps
-    dense, compute                      the arithmetic: AV and AE; one task from inputs to result
+    few, dense, compute                 the arithmetic: rows of mostly zeros; AV and AE; one task from inputs to result
     passes, queues, hands, pins, board  pure: passes over the graph, and what of them may run now
     seats, tally, shelf, lookahead      pure: who gets it, sums counted once, versions of weights
     arena, shard                        a server's tables, mapped by local workers
@@ -17,8 +17,8 @@ From the ground up; a file imports only from files above it:
     worker, desk, tune, launch/         elastic workers: the process, where it calls first, how many, where from
     ledger, findings, fetch, lead, faults
                                         whoever leads: reports, weights, generations, permits, kills on purpose
-    price, summary, page, plan/         money, figures, a page for people, plans
-    request, running, api               `culm.gnn.train`
+    price, summary, plan/               money, figures, plans
+    request, cutter, running, api       `culm.gnn.train`; METIS in a process of its own
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@
     partition   layers into stages: the fastest cut that the memory allows
     predict     a shape, cut and timed as a plan
     choose      of all shapes the best, and why
+    haste       gradients that others wait for, before the weights are done
 
     failures    a step to be planned although slots have failed
     bound       how short it could be at best

@@ -31,7 +31,8 @@ _AGAIN_S = 2.0
 
 
 class Account(msgspec.Struct, frozen=True):
-    """Of a record, what a page shows."""
+    """Of a `Record`, what a page shows. Not the record itself: its arithmetic brings torch along, which launchers and
+    pages do without."""
 
     began: float
     first_step_at: float | None
