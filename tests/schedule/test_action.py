@@ -1,4 +1,4 @@
-"""An action is written as in torch.distributed.pipelining and reads back."""
+"""Actions are written as in torch.distributed.pipelining and can be parsed back."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ actions = st.one_of(
 
 
 @given(actions)
-def test_an_action_reads_back_from_what_it_writes(action: Action) -> None:
+def test_action_round_trips_through_text(action: Action) -> None:
     assert Action.parse(str(action)) == action
 
 
@@ -35,7 +35,7 @@ def test_the_notation_is_segment_kind_and_micro_batch() -> None:
         ("3REDUCE_GRAD", "3R"),
     ],
 )
-def test_the_long_spellings_of_torch_are_read(text: str, short: str) -> None:
+def test_long_spellings_of_torch_are_parsed(text: str, short: str) -> None:
     assert str(Action.parse(text)) == short
 
 
@@ -56,7 +56,7 @@ def test_the_long_spellings_of_torch_are_read(text: str, short: str) -> None:
         ("3UNSHARD", "'3UNSHARD' is communication"),
     ],
 )
-def test_what_is_no_action_is_refused_with_the_reason(text: str, says: str) -> None:
+def test_invalid_action_text_is_refused_with_the_reason(text: str, says: str) -> None:
     with pytest.raises(ScheduleError) as error:
         Action.parse(text)
     assert says in str(error.value)

@@ -1,28 +1,37 @@
-"""Communication follows from the placement alone."""
+"""Communication is derived from the placement."""
 
 from __future__ import annotations
 
 import pytest
 
-from culm.schedule import SCHEDULES, Action, Edge, Kind, Plan, Step, generate, lower
+from culm.schedule import (
+    SCHEDULES,
+    Action,
+    ActionWithTransfers,
+    Kind,
+    Plan,
+    TensorTransfer,
+    derive_transfers,
+    generate_plan,
+)
 
 
-def step(plan: Plan, worker: int, text: str) -> Step:
-    return next(step for step in lower(plan)[worker] if step.action == Action.parse(text))
+def step(plan: Plan, worker: int, text: str) -> ActionWithTransfers:
+    return next(step for step in derive_transfers(plan)[worker] if step.action == Action.parse(text))
 
 
-def edge(text: str, source: int, target: int) -> Edge:
-    return Edge(Action.parse(text), source, target)
+def edge(text: str, source: int, target: int) -> TensorTransfer:
+    return TensorTransfer(Action.parse(text), source, target)
 
 
 def test_activations_go_to_the_next_stage_and_gradients_to_the_one_before() -> None:
-    plan = generate("1f1b", pipelines=2, stages=3, micro_batches=4)
+    plan = generate_plan("1f1b", pipelines=2, stages=3, micro_batches=4)
     assert step(plan, 4, "1F2") == (Action.parse("1F2"), (edge("0F2", 3, 4),), (edge("1F2", 4, 5),))
     assert step(plan, 4, "1B2") == (Action.parse("1B2"), (edge("2B2", 5, 4),), (edge("1B2", 4, 3),))
 
 
 def test_the_ends_of_the_pipeline_have_only_one_neighbour() -> None:
-    plan = generate("1f1b", pipelines=1, stages=2, micro_batches=2)
+    plan = generate_plan("1f1b", pipelines=1, stages=2, micro_batches=2)
     assert step(plan, 0, "0F1").receives == ()
     assert step(plan, 0, "0B1").sends == ()
     assert step(plan, 1, "1F1").sends == ()
@@ -30,18 +39,18 @@ def test_the_ends_of_the_pipeline_have_only_one_neighbour() -> None:
 
 
 def test_a_split_backward_sends_after_its_input_half() -> None:
-    plan = generate("zb", pipelines=1, stages=2, micro_batches=2)
+    plan = generate_plan("zb", pipelines=1, stages=2, micro_batches=2)
     assert step(plan, 1, "1I0").sends == step(plan, 0, "0I0").receives == (edge("1I0", 1, 0),)
     assert step(plan, 1, "1W0") == (Action.parse("1W0"), (), ())
 
 
-def test_what_stays_on_a_worker_is_not_sent() -> None:
-    alone = generate("interleaved", pipelines=2, stages=1, micro_batches=4, ranges=3)
-    assert all(not step.receives and not step.sends for row in lower(alone) for step in row)
+def test_tensors_that_stay_on_a_worker_are_not_sent() -> None:
+    alone = generate_plan("interleaved", pipelines=2, stages=1, micro_batches=4, ranges=3)
+    assert all(not step.receives and not step.sends for row in derive_transfers(alone) for step in row)
 
 
 def test_interleaved_ranges_send_from_the_last_stage_back_to_the_first() -> None:
-    plan = generate("interleaved", pipelines=1, stages=2, micro_batches=2)
+    plan = generate_plan("interleaved", pipelines=1, stages=2, micro_batches=2)
     assert step(plan, 0, "2F1").receives == (edge("1F1", 1, 0),)
     assert step(plan, 1, "1B1").receives == (edge("2B1", 0, 1),)
 
@@ -57,8 +66,8 @@ def test_backward_takes_the_half_or_the_whole_that_the_next_segment_runs() -> No
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_edge_is_sent_once_by_its_source_and_received_once_by_its_target(name: str) -> None:
-    plan = generate(name, pipelines=2, stages=3, micro_batches=7)
-    lowered = lower(plan)
+    plan = generate_plan(name, pipelines=2, stages=3, micro_batches=7)
+    lowered = derive_transfers(plan)
     assert tuple(tuple(step.action for step in row) for row in lowered) == plan.workers
     sent = [(worker, edge) for worker, row in enumerate(lowered) for step in row for edge in step.sends]
     received = [(worker, edge) for worker, row in enumerate(lowered) for step in row for edge in step.receives]

@@ -1,4 +1,4 @@
-"""A dry run: every action once, in an order that the workers could run them in."""
+"""Dry run of a plan: every action once, in an order in which the workers can run them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
 from culm.schedule.action import Action, Kind
-from culm.schedule.lower import producer
-from culm.schedule.marked import refuse
+from culm.schedule.schedule_errors import error_at_cells
+from culm.schedule.send_recv import producing_action
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     from culm.schedule.plan import Plan
 
 
-class Turn(NamedTuple):
-    """`workers` run `action`, which takes the output of `needs`. R is one turn of all holders of its segment."""
+class DryRunAction(NamedTuple):
+    """`workers` run `action`, which uses the output of `needs`. R is a single entry for all holders of its segment."""
 
     action: Action
     workers: tuple[int, ...]
     needs: Action | None
 
 
-def walk(plan: Plan) -> Iterator[Turn]:
-    """Run every list as far as it goes: an action waits for the one it takes from, R for all holders of its segment.
+def dry_run(plan: Plan) -> Iterator[DryRunAction]:
+    """Yield all actions in a runnable order: an action waits for its producer, R for all holders of its segment.
 
-    An action is looked at no more than twice, whatever the size of the plan. When no worker can go on, the
-    ScheduleError says who waits for what.
+    Each action is examined at most twice, whatever the size of the plan. Raises a ScheduleError that names the waiting
+    workers and what they wait for if no worker can continue.
     """
     placement = plan.placement()
     at = [0] * len(plan.workers)
@@ -41,7 +41,7 @@ def walk(plan: Plan) -> Iterator[Turn]:
         if at[worker] == len(plan.workers[worker]):
             continue
         action = plan.workers[worker][at[worker]]
-        needs = producer(action, plan.segments, placement)
+        needs = producing_action(action, plan.segments, placement)
         if needs is not None and needs not in done:
             waiting[needs].append(worker)
             continue
@@ -49,47 +49,49 @@ def walk(plan: Plan) -> Iterator[Turn]:
         arrived[action] += 1
         if arrived[action] % len(workers):
             continue
-        yield Turn(action, workers, needs)
+        yield DryRunAction(action, workers, needs)
         done.add(action)
         for each in workers:
             at[each] += 1
         runnable += (*waiting.pop(action, ()), *workers)
     stuck = [worker for worker, actions in enumerate(plan.workers) if at[worker] < len(actions)]
     if stuck:
-        raise _deadlock(plan, at, placement, stuck[0])
+        raise _deadlock_error(plan, at, placement, stuck[0])
 
 
-def _deadlock(plan: Plan, at: list[int], placement: Mapping[Action, int], worker: int) -> ScheduleError:
-    """Follow who waits for whom until a worker comes up again: that circle is what has to be broken."""
+def _deadlock_error(plan: Plan, at: list[int], placement: Mapping[Action, int], worker: int) -> ScheduleError:
+    """Follow the chain of waiting workers until one repeats; the error shows that cycle."""
     path: list[int] = []
     notes: dict[int, str] = {}
     awaited: int | None = worker
     while awaited is not None and awaited not in notes:
         path.append(awaited)
-        awaited, notes[path[-1]] = _wait(plan, at, placement, awaited)
+        awaited, notes[path[-1]] = _explain_wait(plan, at, placement, awaited)
     circle = path[path.index(awaited) :] if awaited is not None else path[-1:]
-    told = [f"{plan.label(w)} at {plan.workers[w][at[w]]} {notes[w]}" for w in circle]
-    return refuse(plan, f"no worker can go on: {'; '.join(told)}", {(w, at[w]): notes[w] for w in circle})
+    descriptions = [f"{plan.slot_label(w)} at {plan.workers[w][at[w]]} {notes[w]}" for w in circle]
+    return error_at_cells(
+        plan, f"no worker can go on: {'; '.join(descriptions)}", {(w, at[w]): notes[w] for w in circle}
+    )
 
 
-def _wait(plan: Plan, at: list[int], placement: Mapping[Action, int], worker: int) -> tuple[int | None, str]:
-    """Whom a stuck worker waits for (None: nobody will ever come), and in words."""
+def _explain_wait(plan: Plan, at: list[int], placement: Mapping[Action, int], worker: int) -> tuple[int | None, str]:
+    """The worker that a stuck worker waits for (None: no worker will ever provide it), and a description."""
     action = plan.workers[worker][at[worker]]
     if action.kind is Kind.R:
-        return _late(plan, at, action)
-    needs = producer(action, plan.segments, placement)
+        return _find_late_holder(plan, at, action)
+    needs = producing_action(action, plan.segments, placement)
     assert needs is not None, "only R and actions with a producer wait"
     owner = placement.get(needs)
     if owner is None:
-        return None, f"needs {needs}, which nobody runs"
+        return None, f"needs {needs}, which no worker runs"
     if owner == worker:
         return owner, f"needs {needs}, which comes later"
-    return owner, f"waits for {needs} of {plan.label(owner)}"
+    return owner, f"waits for {needs} of {plan.slot_label(owner)}"
 
 
-def _late(plan: Plan, at: list[int], reduce: Action) -> tuple[int | None, str]:
+def _find_late_holder(plan: Plan, at: list[int], reduce: Action) -> tuple[int | None, str]:
     """The first holder that has not reached the reduce."""
     late = next(w for w in plan.holders_of(reduce.segment) if plan.workers[w][at[w] : at[w] + 1] != (reduce,))
     if reduce not in plan.workers[late][at[late] :]:
-        return None, f"waits for {plan.label(late)}, which does not run {reduce} any more"
-    return late, f"waits for {plan.label(late)} to reach {reduce}"
+        return None, f"waits for {plan.slot_label(late)}, which does not run {reduce} later"
+    return late, f"waits for {plan.slot_label(late)} to reach {reduce}"
