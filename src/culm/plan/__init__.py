@@ -1,76 +1,74 @@
-"""Planning: what a model costs, where to cut it, and which shape of pipelines to train it with.
+"""Planning: what a model costs, where to cut it, which shape to train it with, and how to continue after failures.
 
-    profile     what each layer costs, measured or estimated; a JSON file
-    partition   layers into stages: the fastest cut that the memory allows
-    predict     a shape, cut and timed as a plan
-    choose      of all shapes the best, and why
-    haste       gradients that others wait for, before the weights are done
-
-    failures    a step to be planned although slots have failed
-    bound       how short it could be at best
-    listing     one pass of list scheduling
-    turns       a dry run as flat lists
-    period      the time of a step when stages step on their own clocks
-    alike       pipelines that are alike are planned once
-    greedy      the best of several passes, and its gap to the bound
-    optimal     the shortest plan there is, by constraint programming
-    normalize   where failures hurt least, and who moves to get them there
-    ahead       plans made once, and ahead of the failures
-    remedies    every way to go on without the failed slots, timed
-    reconfigure whether to make something else of the nodes now
-    relayout    another shape for the same model; seating: who sits where in it, and which layers move
-    reshape     when a run asks that, with what it knows
-    explain     in words
+    model/    cost of each layer (measured or estimated), layer partition, choice of the pipeline shape
+    replan/   plans for a step with failed slots: list scheduling, constraint programming, bounds, plan cache
+    recover/  finishing an interrupted step: who stands in, what is recomputed, who runs it
+    reshape/  another shape for the nodes that are left or have joined, and whether it pays
+    rent/     which instances to rent, and the expected goodput of each strategy on them
 
 Everything here is a pure function of values: no torch, no clock, no sockets.
 """
 
-from culm.plan.ahead import Plans
-from culm.plan.bound import bound
-from culm.plan.choose import BANDWIDTH, Choice, choose
-from culm.plan.explain import explain
-from culm.plan.failures import Case, Memory, Slot, absorbed
-from culm.plan.greedy import Rerouted, greedy
-from culm.plan.normalize import Move, Normal, Spread, normalize, placed, spread
-from culm.plan.optimal import optimal
-from culm.plan.partition import Cuts, InFlight, one_f_one_b, partition, spans, stage_memory
-from culm.plan.period import period
-from culm.plan.predict import Candidate, Shape, live
-from culm.plan.profile import LayerCost, Profile
-from culm.plan.remedies import Remedy, remedies
+from culm.plan.model.layer_partition import (
+    Cuts,
+    InFlight,
+    in_flight_1f1b,
+    partition_layers,
+    segment_layer_ranges,
+    stage_memory_bytes,
+)
+from culm.plan.model.model_profile import LayerCost, Profile
+from culm.plan.model.shape_prediction import PipelineGrid, ShapeCandidate, peak_in_flight
+from culm.plan.model.shape_search import DEFAULT_BANDWIDTH, ShapeChoice, choose_shape
+from culm.plan.replan.cp_sat_planner import plan_optimal
+from culm.plan.replan.explain_plan import explain_plan
+from culm.plan.replan.failure_options import FailureOption, list_failure_options
+from culm.plan.replan.greedy_planner import PlanSolution, plan_greedy
+from culm.plan.replan.plan_cache import PlanCache
+from culm.plan.replan.plan_case import ActivationLimit, PlanCase, Slot, fits_in_bubble
+from culm.plan.replan.rebalance_failures import (
+    FailuresByStage,
+    RebalancedFailures,
+    SlotMove,
+    optimal_spread,
+    rebalance_failures,
+    with_failures_by_stage,
+)
+from culm.plan.replan.staggered_period import staggered_period
+from culm.plan.replan.step_bound import step_lower_bound
 
 __all__ = [
-    "BANDWIDTH",
-    "Candidate",
-    "Case",
-    "Choice",
+    "DEFAULT_BANDWIDTH",
+    "ActivationLimit",
     "Cuts",
+    "FailureOption",
+    "FailuresByStage",
     "InFlight",
     "LayerCost",
-    "Memory",
-    "Move",
-    "Normal",
-    "Plans",
+    "PipelineGrid",
+    "PlanCache",
+    "PlanCase",
+    "PlanSolution",
     "Profile",
-    "Remedy",
-    "Rerouted",
-    "Shape",
+    "RebalancedFailures",
+    "ShapeCandidate",
+    "ShapeChoice",
     "Slot",
-    "Spread",
-    "absorbed",
-    "bound",
-    "choose",
-    "explain",
-    "greedy",
-    "live",
-    "normalize",
-    "one_f_one_b",
-    "optimal",
-    "partition",
-    "period",
-    "placed",
-    "remedies",
-    "spans",
-    "spread",
-    "stage_memory",
+    "SlotMove",
+    "choose_shape",
+    "explain_plan",
+    "fits_in_bubble",
+    "in_flight_1f1b",
+    "list_failure_options",
+    "optimal_spread",
+    "partition_layers",
+    "peak_in_flight",
+    "plan_greedy",
+    "plan_optimal",
+    "rebalance_failures",
+    "segment_layer_ranges",
+    "stage_memory_bytes",
+    "staggered_period",
+    "step_lower_bound",
+    "with_failures_by_stage",
 ]

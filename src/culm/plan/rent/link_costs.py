@@ -1,0 +1,92 @@
+"""Network costs of a step: links within a node are faster than links between nodes, and workers share the latter.
+
+Workers take adjacent slots: worker d P + s of the fleet runs stage s of pipeline d. A node has adjacent workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from culm.schedule import Costs
+
+if TYPE_CHECKING:
+    from culm.plan.model.model_profile import LayerCost
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeLinks:
+    """Bandwidths of the workers of a node, in bytes per second and direction."""
+
+    between_nodes: float
+    """From one worker to another node while all workers of its node send: its share of the node's network."""
+    within_node: float = 0.0
+    """From one worker to another one of its node (NVLink or PCIe); 0: as between nodes."""
+    workers: int = 1
+    """Workers of a node."""
+
+    @property
+    def _within(self) -> float:
+        return self.within_node or self.between_nodes
+
+    def crosses_nodes(self, boundary: int, *, pipelines: int, stages: int) -> bool:
+        """Whether the boundary after a stage is one between nodes in some pipeline."""
+        firsts = [pipeline * stages + boundary for pipeline in range(pipelines)]
+        return any(first // self.workers != (first + 1) // self.workers for first in firsts)
+
+    def send_bandwidth(self, boundary: int, *, pipelines: int, stages: int) -> float:
+        """Bandwidth over the boundary after a stage: that of the slowest pipeline."""
+        crosses = self.crosses_nodes(boundary, pipelines=pipelines, stages=stages)
+        return self.between_nodes if crosses else self._within
+
+    def reduce_bandwidth(self, *, pipelines: int, stages: int) -> float:
+        """Bandwidth of a link in the ring that sums the gradients of one stage.
+
+        A ring enters and leaves each node once. If a node has several holders of each stage, fewer rings share its
+        network: as many as it has stages.
+        """
+        if pipelines * stages <= self.workers:
+            return self._within
+        rings = min(stages, self.workers)
+        return min(self._within, self.between_nodes * self.workers / rings)
+
+
+MAX_ACTIVATION_SHARE = 0.9
+"""A ring keeps at least the rest of the network, however much the stages send."""
+
+
+def activation_share(segments: Sequence[tuple[LayerCost, ...]], pipelines: int, links: NodeLinks) -> float:
+    """Share of the network between nodes that activations and their gradients take while all stages compute.
+
+    A micro-batch crosses each boundary once in either direction in the time of the slowest stage. The busiest worker
+    counts: a ring is as fast as its slowest link.
+    """
+    P = len(segments)
+    crossing = [
+        segments[b][-1].output_bytes * links.crosses_nodes(b, pipelines=pipelines, stages=P) for b in range(P - 1)
+    ]
+    slowest_s = max(sum(layer.time_s for layer in segment) for segment in segments)
+    sent = max((a + b for a, b in zip([0, *crossing], [*crossing, 0], strict=True)), default=0)
+    return min(MAX_ACTIVATION_SHARE, sent / slowest_s / links.between_nodes) if slowest_s else 0.0
+
+
+def stage_costs(segments: Sequence[tuple[LayerCost, ...]], pipelines: int, links: NodeLinks) -> Costs:
+    """Costs of stages. R is a ring over the pipelines: every worker sends 2 (D - 1) / D of the gradient. Rings between
+    nodes share the network with the activations of a running step."""
+    P = len(segments)
+    ring = 2 * (pipelines - 1) / pipelines / links.reduce_bandwidth(pipelines=pipelines, stages=P)
+    if pipelines * P > links.workers:
+        ring /= 1 - activation_share(segments, pipelines, links)
+    return Costs(
+        forward=tuple(sum(c.forward_s for c in segment) for segment in segments),
+        input=tuple(sum(c.input_s for c in segment) for segment in segments),
+        weight=tuple(sum(c.weight_s for c in segment) for segment in segments),
+        reduce=tuple(ring * sum(c.parameter_bytes for c in segment) for segment in segments),
+        step=tuple(sum(c.step_s for c in segment) for segment in segments),
+        send=tuple(
+            segment[-1].output_bytes / links.send_bandwidth(boundary, pipelines=pipelines, stages=P)
+            for boundary, segment in enumerate(segments[:-1])
+        ),
+        split=tuple(sum(c.halving_s or 0.0 for c in segment) for segment in segments),
+    )

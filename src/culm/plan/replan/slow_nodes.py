@@ -1,0 +1,188 @@
+"""Slow nodes: which workers take longer than their peers, what to do about it, and who runs their micro-batches. Pure.
+
+A worker's pace is the time that it computes in a step, divided by what the profile gives for the same actions: it does
+not depend on how many micro-batches it runs. It is compared with the paces of the other workers of the stage, which do
+the same work. Medians over several steps make a hiccup irrelevant.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter, deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal, TypeAlias
+
+from culm.schedule import Plan
+
+WINDOW_STEPS = 5
+"""Steps over which a pace is taken."""
+CHANGE_S = 1.0
+"""The least seconds that a change is assumed to cost: workers leave the epoch and the open steps are completed."""
+PAYBACK = 2.0
+"""A change has to save this many times its cost in the rest of the run."""
+_SAME_FACTOR = 1.25
+"""A factor that has changed by less does not lead to another plan."""
+MAX_WAIT_WINDOWS = 64
+SlowVerdict: TypeAlias = Literal["keep", "share", "replace"]
+
+
+@dataclass(frozen=True)
+class SlowDecision:
+    """What to do about slow workers, and why."""
+
+    verdict: SlowVerdict
+    factors: Mapping[int, float]
+    """By slot: how many times as long as its peers the worker takes; slots that are not slow are not listed."""
+    why: str = ""
+    replaced_slots: tuple[int, ...] = ()
+
+
+@dataclass
+class PaceHistory:
+    """The paces of the last steps, by slot."""
+
+    window: int = WINDOW_STEPS
+    _paces: dict[int, deque[float]] = field(default_factory=dict)
+
+    def add(self, slot: int, busy_s: float, expected_s: float) -> None:
+        """Record how long a worker computed in a step, and how long the profile gives for these actions."""
+        if busy_s > 0 and expected_s > 0:
+            self._paces.setdefault(slot, deque(maxlen=self.window)).append(busy_s / expected_s)
+
+    def clear(self) -> None:
+        self._paces.clear()
+
+    def medians(self) -> dict[int, float]:
+        """The median pace of each slot with a full window."""
+        return {slot: statistics.median(each) for slot, each in self._paces.items() if len(each) == self.window}
+
+
+def slow_factors(
+    paces: Mapping[int, float],
+    stages: int,
+    threshold: float,
+    slow_before: Collection[int] = (),
+    nodes: Mapping[int, int] | None = None,
+) -> dict[int, float]:
+    """By slot of a slow worker: how many times as long as its peers it takes.
+
+    Peers are the workers of the same stage on other nodes; a stage without any tells nothing. A worker is slow from
+    `threshold` on. One that was slow before stays so until it takes less than half of the excess (hysteresis).
+    """
+    nodes = nodes or {}
+    found: dict[int, float] = {}
+    for slot, pace in paces.items():
+        peers = [
+            other
+            for at, other in paces.items()
+            if at != slot and at % stages == slot % stages and nodes.get(at, at) != nodes.get(slot, slot)
+        ]
+        limit = 1 + (threshold - 1) / 2 if slot in slow_before else threshold
+        usual = statistics.median_low(peers) if peers else math.inf
+        if pace >= limit * usual:
+            found[slot] = pace / usual
+    return found
+
+
+def share_micro_batches(
+    plan: Plan, runners: Mapping[int, Sequence[int]], homes: Mapping[tuple[int, int], int], factors: Mapping[int, float]
+) -> dict[tuple[int, int], int]:
+    """By (segment, micro-batch): the slot that runs it when slow workers keep only what they can do in the time of the
+    others. `homes` are the usual slots; `runners`, by stage, the slots that may run it."""
+    shared = dict(homes)
+    for segment in range(plan.segments):
+        able = runners[segment % plan.stages]
+        slow = [slot for slot in able if slot in factors]
+        load = Counter(dict.fromkeys(able, 0))
+        own: dict[int, list[int]] = {slot: [] for slot in slow}
+        for (g, micro), slot in sorted(homes.items()):
+            if g == segment and slot in load:
+                load[slot] += 1
+                if slot in own:
+                    own[slot].append(micro)
+        for slot in slow:
+            targets: list[int] = []
+            while len(targets) < len(own[slot]):
+                target = min(able, key=lambda at: ((load[at] + 1) * factors.get(at, 1.0), at))
+                if target == slot or (load[target] + 1) * factors.get(target, 1.0) >= load[slot] * factors[slot]:
+                    break
+                targets.append(target)
+                load[slot] -= 1
+                load[target] += 1
+            for index, target in enumerate(
+                targets
+            ):  # spread over the step, so that no peer gets all of them at its end
+                shared[segment, own[slot][(2 * index + 1) * len(own[slot]) // (2 * len(targets))]] = target
+    return shared
+
+
+def busiest_load(
+    segment_s: Sequence[float], homes: Mapping[tuple[int, int], int], factors: Mapping[int, float]
+) -> float:
+    """How long the busiest worker computes in a step. `segment_s`: what a micro-batch takes, by segment."""
+    load: dict[int, float] = {}
+    for (g, _), slot in homes.items():
+        load[slot] = load.get(slot, 0.0) + segment_s[g] * factors.get(slot, 1.0)
+    return max(load.values(), default=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowCase:
+    """What a decision about slow workers depends on."""
+
+    plan: Plan
+    """With every slot filled."""
+    runners: Mapping[int, Sequence[int]]
+    homes: Mapping[tuple[int, int], int]
+    factors: Mapping[int, float]
+    """Measured now."""
+    segment_s: Sequence[float]
+    """What a micro-batch takes, by segment, in any unit."""
+    active: Mapping[int, float]
+    """Those that the current plan takes into account."""
+    step_s: float
+    steps_left: int
+    standby: bool = False
+    """Whether a node without a slot waits."""
+
+
+def decide_slow_nodes(case: SlowCase) -> SlowDecision:
+    """Whether to move work away from slow workers, to replace one, or to leave things as they are.
+
+    A change must pay back twice what it costs in the rest of the run. The plan changes only if a worker has become
+    slow, is no longer slow, or its factor has changed by a quarter.
+    """
+    keep = SlowDecision("keep", case.active)
+    if not case.factors and not case.active:
+        return keep
+    share = partial(share_micro_batches, case.plan, case.runners, case.homes)
+    now = busiest_load(case.segment_s, share(case.active), case.factors)
+    shared = busiest_load(case.segment_s, share(case.factors), case.factors)
+    usual = busiest_load(case.segment_s, case.homes, {})
+    change_s = PAYBACK * max(CHANGE_S, case.step_s)
+
+    def saving_s(load: float) -> float:
+        return case.step_s * (1 - load / now) * case.steps_left if now else 0.0
+
+    if case.standby and case.factors and saving_s(usual) - change_s > max(0.0, saving_s(shared)):
+        slowest = max(case.factors, key=lambda slot: (case.factors[slot], -slot))
+        why = f"it takes {case.factors[slowest]:.1f} times as long as its peers, and another node waits for a slot"
+        return SlowDecision("replace", case.active, why, (slowest,))
+    if _same_factors(case.factors, case.active) or saving_s(shared) < change_s:
+        return keep
+    if not case.factors:
+        return SlowDecision("share", {}, "no node is slow any more: each runs its own micro-batches again")
+    names = ", ".join(f"slot {slot} takes {factor:.1f} times as long" for slot, factor in sorted(case.factors.items()))
+    why = (
+        f"{names} as its peers: they run a part of its micro-batches, which makes steps {1 - shared / now:.0%} shorter"
+    )
+    return SlowDecision("share", dict(case.factors), why)
+
+
+def _same_factors(one: Mapping[int, float], other: Mapping[int, float]) -> bool:
+    return one.keys() == other.keys() and all(
+        max(factor, other[slot]) < _SAME_FACTOR * min(factor, other[slot]) for slot, factor in one.items()
+    )
