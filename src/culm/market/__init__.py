@@ -1,33 +1,39 @@
-"""The market: what machines cost, and how they come and go.
+"""The spot market: what instances cost, and when nodes are granted and lost.
 
-    table       rows of a CSV file that know their line
-    catalogue   dated prices
-    trace       how machines came and went, in one form
-    reading     ... from files of every published form
-    writing     ... into files
-    statistics  ... in a few numbers
-    generate    ... out of a seed
-    fit         a generator that is like a given trace
-    chart       numbers over time, as a picture
+    csv_rows           rows of a CSV file with their line numbers
+    catalogue          dated prices
+    rental_cost        what rented nodes cost: the ledger of dollars
+    cost_record        the cost of a run as data
+    price_series       spot prices that move during a run
+    price_listing      lists, filters and compares them
+    skypilot_prices    reads price catalogues that SkyPilot publishes
+    market_trace       the common form of all market traces
+    trace_reader       reads market traces from files of every published format
+    trace_writer       writes them
+    trace_statistics   summarizes them in a few numbers
+    trace_generator    generates them from a seed, and the market presets
+    market_fit         fits a generator to a given market trace
+    trace_window       a part of a trace, from any time on
+    chart              values over time, as SVG or text
 
 Everything here is a pure function of values: no torch, no clock, no sockets.
 """
 
-from culm.market.catalogue import Catalogue, Machine, catalogue
-from culm.market.generate import Market, generate
-from culm.market.reading import read_trace
-from culm.market.statistics import Statistics, statistics
-from culm.market.trace import Event, Trace
+from culm.market.catalogue import PriceCatalogue, PricedInstance, load_catalogue
+from culm.market.market_trace import MarketTrace, NodeEvent
+from culm.market.trace_generator import MarketModel, generate_trace
+from culm.market.trace_reader import read_trace
+from culm.market.trace_statistics import TraceStatistics, compute_statistics
 
 __all__ = [
-    "Catalogue",
-    "Event",
-    "Machine",
-    "Market",
-    "Statistics",
-    "Trace",
-    "catalogue",
-    "generate",
+    "MarketModel",
+    "MarketTrace",
+    "NodeEvent",
+    "PriceCatalogue",
+    "PricedInstance",
+    "TraceStatistics",
+    "compute_statistics",
+    "generate_trace",
+    "load_catalogue",
     "read_trace",
-    "statistics",
 ]

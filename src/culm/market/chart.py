@@ -1,4 +1,4 @@
-"""Pictures of numbers over time: steps on panels one above the other, as SVG, and as text for a terminal."""
+"""Charts of values over time: step functions on stacked panels, as SVG, and as text for a terminal."""
 
 from __future__ import annotations
 
@@ -9,15 +9,26 @@ from html import escape
 from typing import TypeAlias
 
 Points: TypeAlias = Sequence[tuple[float, float]]
-"""(time, value): the value holds from that time on."""
+"""(time, value) pairs: the value holds from that time on."""
 
-COLOURS = ("#1971c2", "#e8590c", "#2f9e44", "#9c36b5", "#c92a2a", "#0c8599", "#f08c00", "#495057", "#5c940d", "#862e9c")
+LINE_COLOURS = (
+    "#1971c2",
+    "#e8590c",
+    "#2f9e44",
+    "#9c36b5",
+    "#c92a2a",
+    "#0c8599",
+    "#f08c00",
+    "#495057",
+    "#5c940d",
+    "#862e9c",
+)
 
 _WIDTH, _LEFT, _RIGHT, _HEIGHT, _GAP, _TOP = 960, 80, 180, 150, 50, 60
 
 
 @dataclass(frozen=True)
-class Panel:
+class ChartPanel:
     """One set of axes."""
 
     label: str
@@ -26,8 +37,8 @@ class Panel:
     """Draw straight lines from point to point instead of steps."""
 
 
-def svg(title: str, panels: Sequence[Panel], end: float, unit: str = "h") -> str:
-    """Panels over the same time, from 0 to `end`, in that unit."""
+def draw_svg(title: str, panels: Sequence[ChartPanel], end: float, unit: str = "h") -> str:
+    """Draw the panels over a common time axis from 0 to `end`, in `unit`."""
     height = _TOP + len(panels) * (_HEIGHT + _GAP)
     body = [line for number, panel in enumerate(panels) for line in _panel(panel, number, end or 1.0, unit)]
     return "\n".join(
@@ -42,7 +53,7 @@ def svg(title: str, panels: Sequence[Panel], end: float, unit: str = "h") -> str
     )
 
 
-def _panel(panel: Panel, number: int, end: float, unit: str) -> Iterator[str]:
+def _panel(panel: ChartPanel, number: int, end: float, unit: str) -> Iterator[str]:
     top = _TOP + number * (_HEIGHT + _GAP)
     high = max((value for points in panel.series.values() for _, value in points), default=0.0) or 1.0
     across, up = (_WIDTH - _LEFT - _RIGHT) / end, _HEIGHT / high
@@ -59,7 +70,7 @@ def _panel(panel: Panel, number: int, end: float, unit: str) -> Iterator[str]:
         x = at(t, 0)[0]
         yield f'<text x="{x:.1f}" y="{top + _HEIGHT + 16}" text-anchor="middle" fill="#495057">{t:.4g} {unit}</text>'
     for index, (name, points) in enumerate(panel.series.items()):
-        colour = COLOURS[index % len(COLOURS)]
+        colour = LINE_COLOURS[index % len(LINE_COLOURS)]
         path = _path([at(*point) for point in points], at(end, 0)[0], slope=panel.slope)
         yield f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="1.6"/>'
         yield f'<rect x="{_WIDTH - _RIGHT + 14}" y="{top + index * 17}" width="12" height="4" fill="{colour}"/>'
@@ -75,15 +86,15 @@ def _path(points: Sequence[tuple[float, float]], right: float, *, slope: bool) -
 
 
 def _ticks(high: float, count: int) -> list[float]:
-    """Round numbers from 0 to `high`, about so many."""
+    """About `count` round numbers from 0 to `high`."""
     power = 10.0 ** math.floor(math.log10(high / count))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor * count >= high * 0.999)
     return [number * step for number in range(math.floor(high / step + 1e-9) + 1)]
 
 
-def bars(points: Points, end: float, *, width: int = 72, height: int = 10) -> str:
-    """The value over time as columns of blocks, each the mean over its share of the time."""
-    columns = means(points, end, width)
+def draw_text_chart(points: Points, end: float, *, width: int = 72, height: int = 10) -> str:
+    """The value over time as columns of block characters, each the mean over its part of the time."""
+    columns = column_means(points, end, width)
     high = max(columns, default=0.0) or 1.0
     lines = []
     for row in reversed(range(height)):
@@ -96,15 +107,15 @@ def _block(filled: float) -> str:
     return " ▁▂▃▄▅▆▇█"[max(0, min(8, round(filled * 8)))]
 
 
-def means(points: Points, end: float, count: int) -> list[float]:
-    """The mean of a step function over each of `count` equal shares of the time from 0 to `end`."""
-    share = end / count
-    found = [0.0] * count
+def column_means(points: Points, end: float, count: int) -> list[float]:
+    """The mean of a step function over each of `count` equal parts of the time from 0 to `end`."""
+    column_width = end / count
+    means = [0.0] * count
     stops = [t for t, _ in points[1:]] + [end]
     for (start, value), stop in zip(points, stops, strict=True):
-        for column in range(int(start / share) if share else count, count):
-            overlap = min(stop, (column + 1) * share) - max(start, column * share)
+        for column in range(int(start / column_width) if column_width else count, count):
+            overlap = min(stop, (column + 1) * column_width) - max(start, column * column_width)
             if overlap <= 0:
                 break
-            found[column] += value * overlap / share
-    return found
+            means[column] += value * overlap / column_width
+    return means
