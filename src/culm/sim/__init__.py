@@ -1,26 +1,24 @@
-"""The simulator: what a run on machines that come and go would come to, with the planner that plans real runs.
+"""Simulator: goodput and cost of a run on nodes that join and leave, using the same planner as real runs.
 
-    workload    what is trained: a shape, its times, its state
-    known       models whose speed was published
-    costs       what a disturbance costs: everything that is assumed about a cluster
-    steps       seconds per step in each situation, by the planner
-    shapes      ... in other shapes than the planned one
-    engine      the clock: from event to event
-    slots       who fills which slot
-    strategy    what all strategies share
-    led         reroute, the shadows and auto: every decision by the functions that a leader asks
-    ours        culm's baselines    uneven     ... with pipelines of unequal depth
-    published   those of others
-    study       strategies side by side, with intervals
-    pictures    nodes, throughput and cost over time
-    bamboo      the simulator of Bamboo's authors, as they wrote it
-    papers/     published tables, ours beside them
+    workload, published_workload, analytic_workload   the job: its shape, times and state
+    cluster_costs                                     all assumptions about detection, restarts, network and storage
+    step_times, shape_step_times                      seconds per step in each situation, from the planner
+    engine                                            the clock: from event to event
+    slot_table                                        which node fills which slot
+    simulated_strategy                                what all simulated strategies share
+    culm_strategies, baseline_strategies              culm's strategies, with the leader's own decision functions
+    paper_strategies, oobleck_strategy                published systems
+    recovery_cost                                     what a loss costs, from the recovery planner
+    compare_strategies                                strategies side by side, with confidence intervals
+    run_charts                                        nodes, throughput and cost over time
+    bamboo_simulator                                  the simulator of Bamboo's authors
+    papers/                                           published tables next to simulated ones
 
 Everything here is a pure function of values: no torch, no clock, no sockets.
 """
 
-from culm.sim.costs import Charges
-from culm.sim.study import STRATEGIES, Outcome, Price, simulate
+from culm.sim.cluster_costs import ClusterCosts
+from culm.sim.compare_strategies import NodePrice, StrategyOutcome, simulate
 from culm.sim.workload import Workload, read_workload
 
-__all__ = ["STRATEGIES", "Charges", "Outcome", "Price", "Workload", "read_workload", "simulate"]
+__all__ = ["ClusterCosts", "NodePrice", "StrategyOutcome", "Workload", "read_workload", "simulate"]

@@ -1,7 +1,7 @@
-"""The clock of the simulator: from event to event, with what was trained, lost, waited for and paid in between.
+"""The simulator's clock: advances from event to event and accounts for training, losses, waiting and cost in between.
 
-Training is a rate between events, not steps: a step is seconds and a run is hours. What a strategy does about an event
-it answers with a `Turn`; this file knows no strategy.
+Between events training is a rate, not single steps: a step takes seconds and a run hours. A strategy answers each event
+with a `StrategyResponse`; this module knows no particular strategy.
 """
 
 from __future__ import annotations
@@ -12,105 +12,116 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
-from culm.market.trace import HOUR, Event, Trace
+from culm.market.market_trace import HOUR, MarketTrace, NodeEvent
+from culm.market.price_series import PriceMove, PriceSeries
+from culm.market.rental_cost import CostLedger, RentalTerms
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from culm.sim.costs import Charges
+    from culm.sim.cluster_costs import ClusterCosts
 
 
-class Node(NamedTuple):
-    """A machine, once it can take part."""
+class SimulatedNode(NamedTuple):
+    """A worker that can take part: a node with one accelerator, or one of the workers of a larger node."""
 
     name: str
     zone: str = ""
+    """Workers with the same zone may be lost together: the zone of the node, and for a node with several workers also
+    its name."""
+
+
+def workers_of_node(name: str, zone: str, count: int) -> tuple[SimulatedNode, ...]:
+    """The workers of a node, in the order in which they take adjacent slots."""
+    if count == 1:
+        return (SimulatedNode(name, zone),)
+    return tuple(SimulatedNode(f"{name}/{index}", f"{zone}/{name}") for index in range(count))
 
 
 @dataclass(frozen=True)
-class Turn:
-    """How it goes on after an event."""
+class StrategyResponse:
+    """How the run continues after an event."""
 
     rate: float
     """Samples per second from then on; 0: too few nodes."""
     pauses: dict[str, float] = field(default_factory=dict)
-    """What happens before that, one after the other, by kind of time."""
-    back_to: Literal["", "checkpoint", "start"] = ""
-    """Where the model is taken back to, if it is."""
-    why: str = ""
-    completes: bool = False
-    """Whether the open step is completed first, at the rate that there was: a recovery ends with its step."""
+    """Pauses before that, one after the other, in seconds by kind."""
+    rollback_to: Literal["", "checkpoint", "start"] = ""
+    """Where the model is rolled back to, if at all."""
+    reason: str = ""
+    completes_step: bool = False
+    """Whether the open step is completed first, at the previous rate: a recovery ends with its step."""
 
 
-class Strategy(Protocol):
-    """What is done about losses and newcomers."""
+class EngineStrategy(Protocol):
+    """What a strategy does about losses and new nodes. It sees workers: those of a node come and go together."""
 
-    expected_s: float
-    """Told before each event: how long it may be until nodes come or go again, going by the past."""
+    expected_event_gap_s: float
+    """Set before each event: expected time until nodes join or leave again, from past events."""
     phase: float
-    """Told before each event: how much of the open step is done, from 0 to 1 ..."""
+    """Set before each event: the finished share of the open step, from 0 to 1 ..."""
     step: int
-    """... and which one that is."""
+    """... and its number."""
     now: float
-    left_s: float
-    """Told before each event: until the end of the trace."""
-    watches: int
-    """Read after each answer: so many steps after the open one it wants to look again, unless something happens before;
-    0: it does not."""
+    remaining_s: float
+    """Set before each event: time until the end of the trace."""
+    recheck_after_steps: int
+    """Read after each response: `on_recheck` is called this many steps after the open one, unless an event comes first;
+    0: never."""
     checkpoint_every_s: float
-    """Seconds of training between two checkpoints; 0: none are written."""
+    """Seconds of training between two checkpoints; 0: no checkpoints."""
     checkpoint_stall_s: float
     checkpoint_write_s: float
-    """Until a checkpoint that was begun can be loaded."""
+    """Time from the start of a checkpoint until it can be loaded."""
 
-    def lost(self, gone: Sequence[Node]) -> Turn | None:
-        """Nodes have vanished together. None: it goes on as before."""
+    def on_nodes_lost(self, nodes: Sequence[SimulatedNode]) -> StrategyResponse | None:
+        """Nodes were lost together. None: the run continues unchanged."""
 
-    def joined(self, new: Sequence[Node]) -> Turn | None:
+    def on_nodes_joined(self, nodes: Sequence[SimulatedNode]) -> StrategyResponse | None:
         """Nodes are ready to take part."""
 
-    def looked(self) -> Turn | None:
-        """Nothing has happened for as long as it wanted to wait."""
+    def on_recheck(self) -> StrategyResponse | None:
+        """No event happened during the time the strategy wanted to wait."""
 
 
-class Point(NamedTuple):
-    """The state from a time on, for pictures."""
+class RunPoint(NamedTuple):
+    """The state from a time on, for charts."""
 
     t: float
     nodes: int
     rate: float
     usd: float
-    """Paid so far."""
+    """Cost so far."""
     samples: float
 
 
 @dataclass
-class Run:
-    """What one run came to."""
+class StrategyRun:
+    """The result of one run."""
 
     seconds: float = 0.0
     samples: float = 0.0
-    split: dict[str, float] = field(default_factory=dict)
-    """Seconds by what they went into; they add up to `seconds`."""
-    node_s: float = 0.0
+    seconds_by_kind: dict[str, float] = field(default_factory=dict)
+    """Seconds by what they were spent on; they add up to `seconds`."""
+    node_seconds: float = 0.0
     usd: float = 0.0
     preemptions: int = 0
-    """Nodes lost."""
+    """Nodes lost, however many workers each has."""
     recoveries: int = 0
-    """Times that a loss was answered."""
+    """How often a strategy responded to a loss."""
     rollbacks: int = 0
-    """Times that work was taken back."""
-    points: list[Point] = field(default_factory=list)
-    reasons: dict[str, int] = field(default_factory=dict)
+    """How often work was rolled back."""
+    points: list[RunPoint] = field(default_factory=list)
+    decision_counts: dict[str, int] = field(default_factory=dict)
     """How often each decision was taken."""
 
-    def spend(self, kind: str, seconds: float) -> None:
+    def add_seconds(self, kind: str, seconds: float) -> None:
         if seconds:
-            self.split[kind] = self.split.get(kind, 0.0) + seconds
+            self.seconds_by_kind[kind] = self.seconds_by_kind.get(kind, 0.0) + seconds
 
 
-class _Saved(NamedTuple):
-    usable: float
+class _SimulatedCheckpoint(NamedTuple):
+    usable_at: float
     samples: float
     trained_s: float
 
@@ -119,222 +130,286 @@ class Engine:
     """One run of one strategy over one trace."""
 
     def __init__(
-        self, trace: Trace, strategy: Strategy, charges: Charges, usd_h: float, step_samples: float = 0.0
+        self,
+        trace: MarketTrace,
+        strategy: EngineStrategy,
+        cluster_costs: ClusterCosts,
+        prices: PriceSeries,
+        step_samples: float = 0.0,
+        workers_per_node: int = 1,
     ) -> None:
+        """`prices` are those of a node with all its workers."""
         self.trace = trace
         self.step_samples = step_samples
-        self.rest: tuple[float, float] = (0.0, 0.0)
-        """What is left of the open step: seconds, and the rate in them."""
+        self.workers_per_node = workers_per_node
+        self.open_step_rest: tuple[float, float] = (0.0, 0.0)
+        """The rest of the open step: seconds, and the rate during them."""
         self.strategy = strategy
-        self.charges = charges
-        self.usd_s = usd_h / HOUR
-        self.run = Run()
+        self.cluster_costs = cluster_costs
+        self.prices = prices
+        self.ledger = CostLedger()
+        """What the nodes cost: the ledger of real runs."""
+        self.rentals: dict[str, tuple[str, str | None]] = {}
+        """Of each node that is present: the name of its rental, and its zone if its price follows `prices`."""
+        self.rental_count = 0
+        self.result = StrategyRun()
         self.now = 0.0
         self.rate = 0.0
         self.pauses: list[tuple[str, float]] = []
-        self.nodes: dict[str, Node] = {}
-        self.alive = 0
+        self.nodes: dict[str, tuple[SimulatedNode, ...]] = {}
+        """The workers of each node that is present."""
+        self.alive_count = 0
         self.paid_until = 0.0
-        self.moments = 0
-        self.warming: list[tuple[float, Node]] = []
-        self.ready: set[str] = set()
-        self.coming: dict[str, float] = {}
-        self.look_at = math.inf
-        self.look_for = 0.0
-        self.since_checkpoint = 0.0
-        self.saved: list[_Saved] = [_Saved(0.0, 0.0, 0.0)]
+        self.event_count = 0
+        self.warming: list[tuple[float, str]] = []
+        self.ready_names: set[str] = set()
+        self.ready_times: dict[str, float] = {}
+        self.recheck_at = math.inf
+        self.recheck_at_samples = 0.0
+        self.trained_since_checkpoint = 0.0
+        self.checkpoints: list[_SimulatedCheckpoint] = [_SimulatedCheckpoint(0.0, 0.0, 0.0)]
         self.trained_s = 0.0
 
-    def play(self) -> Run:
-        """From the start of the trace to its end."""
-        for t, moment in groupby(self.trace.events, key=lambda event: event.t):
-            self._until(t)
-            self._change(list(moment))
-        self._until(self.trace.span_s)
-        self.run.seconds = self.trace.span_s
-        self.run.samples = max(0.0, self.run.samples)
-        self._mark()
-        return self.run
+    def simulate(self) -> StrategyRun:
+        """Simulate from the start of the trace to its end."""
+        for t, moment in groupby(self._timeline(), key=lambda change: change.t):
+            changes = list(moment)
+            self.advance_through(t)
+            self.apply_prices([change for change in changes if isinstance(change, PriceMove)])
+            events = [change for change in changes if isinstance(change, NodeEvent)]
+            if events:
+                self.apply_events(events)
+        return self.end(self.trace.span_s)
 
-    def _until(self, t: float) -> None:
-        """Newcomers that are ready before `t` join on the way, and strategies that wanted to look again do."""
-        while (at := min(self.look_at, self.warming[0][0] if self.warming else math.inf)) <= t:
+    def _timeline(self) -> Iterator[NodeEvent | PriceMove]:
+        """Events of the trace and moves of prices in order of time, up to the end of the trace."""
+        moves = [move for move in self.prices.moves if 0 < move.t <= self.trace.span_s]
+        return heapq.merge(moves, self.trace.events, key=lambda change: change.t)
+
+    def end(self, t: float) -> StrategyRun:
+        """Advance to the end of the run and return the result."""
+        self.advance_through(t)
+        self.result.seconds = t
+        self.result.samples = max(0.0, self.result.samples)
+        self._record_point()
+        return self.result
+
+    def apply_prices(self, moves: list[PriceMove]) -> None:
+        """New prices, at the time that was advanced to."""
+        for move in moves:
+            for name, zone in self.rentals.values():
+                if zone is not None and move.zone in ("", zone):
+                    self.ledger.change_price(name, move.usd_h, self.now)
+        if moves:
+            self._record_point()
+
+    def advance_through(self, t: float) -> None:
+        """Advance to `t`. On the way, nodes that become ready join, and strategies that asked for it recheck."""
+        while (at := min(self.recheck_at, self.warming[0][0] if self.warming else math.inf)) <= t:
             self._advance(at)
-            ready = list(self._ready(at))
+            ready = list(self._pop_ready_nodes(at))
             if ready:
-                self.ready.update(node.name for node in ready)
-                self._tell()
-                self._take(self.strategy.joined(ready))
-            elif self.look_at <= at:
-                self._look()
+                self.ready_names.update(ready)
+                self._update_strategy()
+                joined = [worker for name in ready for worker in self.nodes[name]]
+                self._handle_response(self.strategy.on_nodes_joined(joined))
+            elif self.recheck_at <= at:
+                self._recheck()
         self._advance(t)
 
-    def _ready(self, at: float) -> Iterator[Node]:
+    def _pop_ready_nodes(self, at: float) -> Iterator[str]:
         while self.warming and self.warming[0][0] <= at:
-            due, node = heapq.heappop(self.warming)
-            # A node may have gone meanwhile, and even have come again: then this is not its time.
-            if self.coming.get(node.name) == due:
-                del self.coming[node.name]
-                yield node
+            ready_at, name = heapq.heappop(self.warming)
+            # The node may have been lost meanwhile, and even have joined again: then this entry is stale.
+            if self.ready_times.get(name) == ready_at:
+                del self.ready_times[name]
+                yield name
 
-    def _change(self, events: list[Event]) -> None:
-        """What happens at one moment: losses first, since they do not know of the newcomers."""
+    def apply_events(self, events: list[NodeEvent], usd_h: float | None = None) -> None:
+        """Apply the events of one time: losses first, because strategies do not know the new nodes yet. `usd_h`: what
+        the new nodes cost, always; default: what `prices` says for their zone."""
         lost = []
         for event in events:
-            self.coming.pop(event.node, None)
+            self.ready_times.pop(event.node, None)
             if event.kind == "remove":
-                # By name: not every trace says of a node that goes where it was.
-                lost.append(self.nodes.pop(event.node))
+                # By name: not every trace has the zone of a lost node.
+                lost.append((event.node, self.nodes.pop(event.node)))
+                self.ledger.release(self.rentals.pop(event.node)[0], self.now)
             else:
-                node = self.nodes[event.node] = Node(event.node, event.zone)
-                due = self.coming[event.node] = self.now + self.charges.warm_up_s
-                heapq.heappush(self.warming, (due, node))
-        self.alive = len(self.nodes)
-        self.moments += self.now > 0
+                self.nodes[event.node] = workers_of_node(event.node, event.zone, self.workers_per_node)
+                self._rent(event, usd_h)
+                ready_at = self.ready_times[event.node] = self.now + self.cluster_costs.warm_up_s
+                heapq.heappush(self.warming, (ready_at, event.node))
+        self.alive_count = len(self.nodes)
+        self.event_count += self.now > 0
         if lost:
-            self._lose(lost)
-        self._mark()
+            self._handle_losses(lost)
+        self._record_point()
 
-    def _lose(self, lost: list[Node]) -> None:
-        self.run.preemptions += len(lost)
-        took_part = [node for node in lost if node.name in self.ready]
-        self.ready.difference_update(node.name for node in lost)
-        if took_part:
-            self._tell()
-            turn = self.strategy.lost(took_part)
-            self.run.recoveries += turn is not None
-            self._take(turn)
+    def _rent(self, event: NodeEvent, usd_h: float | None) -> None:
+        """Rent a node. A node of a trace that comes again is another machine: its rental has another name."""
+        price = self.prices.at(self.now, event.zone) if usd_h is None else usd_h
+        self.rental_count += 1
+        name = f"{event.node}, rental {self.rental_count}"
+        self.rentals[event.node] = name, event.zone if usd_h is None else None
+        self.ledger.rent(name, RentalTerms(usd_h=price), self.now)
 
-    def _tell(self) -> None:
-        """What a strategy knows before it answers."""
-        told, done = self.strategy, self.run.samples / self.step_samples if self.step_samples else 0.5
-        told.now, told.left_s, told.expected_s = self.now, self.trace.span_s - self.now, self._expected()
-        told.step = int(done + 1e-9)
-        told.phase = max(0.0, done - told.step)
+    def _handle_losses(self, lost: list[tuple[str, tuple[SimulatedNode, ...]]]) -> None:
+        self.result.preemptions += len(lost)
+        active = [worker for name, workers in lost if name in self.ready_names for worker in workers]
+        self.ready_names.difference_update(name for name, _ in lost)
+        if active:
+            self._update_strategy()
+            response = self.strategy.on_nodes_lost(active)
+            self.result.recoveries += response is not None
+            self._handle_response(response)
 
-    def _expected(self) -> float:
-        """Until nodes come or go again: as long as it took on average so far, with once imagined in the first hour."""
-        return (self.now + HOUR) / (self.moments + 1)
+    def _update_strategy(self) -> None:
+        """Set what the strategy knows before it responds."""
+        strategy, steps_done = self.strategy, self.result.samples / self.step_samples if self.step_samples else 0.5
+        strategy.now, strategy.remaining_s, strategy.expected_event_gap_s = (
+            self.now,
+            self.trace.span_s - self.now,
+            self._expected_event_gap(),
+        )
+        strategy.step = int(steps_done + 1e-9)
+        strategy.phase = max(0.0, steps_done - strategy.step)
 
-    def _take(self, turn: Turn | None) -> None:
-        if turn is not None:
-            self._turn(turn)
-        self._watch()
+    def _expected_event_gap(self) -> float:
+        """Expected time until nodes join or leave again: the mean so far, with one assumed event in the first hour."""
+        return (self.now + HOUR) / (self.event_count + 1)
 
-    def _turn(self, turn: Turn) -> None:
-        if turn.back_to:
-            self._take_back(turn.back_to)
-        pauses = [(kind, seconds) for kind, seconds in turn.pauses.items() if seconds > 0]
-        # What is under way is begun anew, but nobody is done earlier because something else went wrong too.
+    def _handle_response(self, response: StrategyResponse | None) -> None:
+        if response is not None:
+            self._apply_response(response)
+        self._schedule_recheck()
+
+    def _apply_response(self, response: StrategyResponse) -> None:
+        if response.rollback_to:
+            self._roll_back(response.rollback_to)
+        pauses = [(kind, seconds) for kind, seconds in response.pauses.items() if seconds > 0]
+        # The new pauses replace running ones, but a second disturbance never makes the run continue earlier.
         if sum(s for _, s in pauses) >= sum(s for _, s in self.pauses):
             self.pauses = pauses
-        left = (1.0 - self.strategy.phase) * self.step_samples if turn.completes and turn.rate else 0.0
-        self.rest = (left / self.rate, self.rate) if left and self.rate else (0.0, 0.0)
-        self.rate = turn.rate
-        if turn.why:
-            self.run.reasons[turn.why] = self.run.reasons.get(turn.why, 0) + 1
-        self._mark()
+        remaining_samples = (
+            (1.0 - self.strategy.phase) * self.step_samples if response.completes_step and response.rate else 0.0
+        )
+        self.open_step_rest = (
+            (remaining_samples / self.rate, self.rate) if remaining_samples and self.rate else (0.0, 0.0)
+        )
+        self.rate = response.rate
+        if response.reason:
+            self.result.decision_counts[response.reason] = self.result.decision_counts.get(response.reason, 0) + 1
+        self._record_point()
 
-    def _watch(self) -> None:
-        """When the strategy is to look again: after the open step and as many more as it wants."""
-        steps, self.look_at = self.strategy.watches, math.inf
+    def _schedule_recheck(self) -> None:
+        """Schedule the recheck: after the open step and as many more as the strategy wants."""
+        steps, self.recheck_at = self.strategy.recheck_after_steps, math.inf
         if steps and self.rate > 0:
-            self.look_for = (int(self.run.samples / self.step_samples + 1e-9) + 1 + steps) * self.step_samples
-            self.look_at = self.now + sum(seconds for _, seconds in self.pauses) + self._trains_s(self.look_for)
+            self.recheck_at_samples = (
+                int(self.result.samples / self.step_samples + 1e-9) + 1 + steps
+            ) * self.step_samples
+            self.recheck_at = (
+                self.now + sum(seconds for _, seconds in self.pauses) + self._seconds_to_reach(self.recheck_at_samples)
+            )
 
-    def _trains_s(self, samples: float) -> float:
-        """Until so many samples are trained, if nothing holds it up."""
-        seconds, rate = self.rest
-        return seconds + max(0.0, samples - self.run.samples - seconds * rate) / self.rate
+    def _seconds_to_reach(self, samples: float) -> float:
+        """Seconds until this many samples are trained, without pauses."""
+        seconds, rate = self.open_step_rest
+        return seconds + max(0.0, samples - self.result.samples - seconds * rate) / self.rate
 
-    def _look(self) -> None:
-        """Let the strategy look again, unless checkpoints have held training up so that it is not time yet."""
-        left_s = self._trains_s(self.look_for)
+    def _recheck(self) -> None:
+        """Let the strategy recheck, or postpone it if checkpoints have delayed training."""
+        left_s = self._seconds_to_reach(self.recheck_at_samples)
         if left_s > 1e-6:
-            self.look_at = self.now + left_s
+            self.recheck_at = self.now + left_s
             return
-        self._tell()
-        self._take(self.strategy.looked())
+        self._update_strategy()
+        self._handle_response(self.strategy.on_recheck())
 
-    def _take_back(self, to: str) -> None:
-        """The model as it was in the newest checkpoint that is complete; the time since then was for nothing."""
-        usable = [saved for saved in self.saved if saved.usable <= self.now]
-        last = usable[-1] if to == "checkpoint" and usable else _Saved(0.0, 0.0, 0.0)
-        undone = self.trained_s - last.trained_s
-        if self.run.samples > last.samples:
-            self.run.rollbacks += 1
-            self.run.samples = last.samples
-            self.run.spend("train", -undone)
-            self.run.spend("undone", undone)
+    def _roll_back(self, to: str) -> None:
+        """Restore the newest complete checkpoint (or the start); the training time since then counts as undone."""
+        usable = [checkpoint for checkpoint in self.checkpoints if checkpoint.usable_at <= self.now]
+        last = usable[-1] if to == "checkpoint" and usable else _SimulatedCheckpoint(0.0, 0.0, 0.0)
+        undone_s = self.trained_s - last.trained_s
+        if self.result.samples > last.samples:
+            self.result.rollbacks += 1
+            self.result.samples = last.samples
+            self.result.add_seconds("train", -undone_s)
+            self.result.add_seconds("undone", undone_s)
             self.trained_s = last.trained_s
-        self.saved = [last]
-        self.since_checkpoint = 0.0
+        self.checkpoints = [last]
+        self.trained_since_checkpoint = 0.0
 
     def _advance(self, t: float) -> None:
-        """To a time before which nothing happens."""
-        left = t - self.now
-        if left <= 0:
+        """Advance to a time before which no event happens."""
+        left_s = t - self.now
+        if left_s <= 0:
             return
-        while self.pauses and left > 0:
+        while self.pauses and left_s > 0:
             kind, seconds = self.pauses[0]
-            spent = min(seconds, left)
-            self.run.spend(kind, spent)
-            left -= spent
+            spent = min(seconds, left_s)
+            self.result.add_seconds(kind, spent)
+            left_s -= spent
             self.now += spent
             self.pauses[0:1] = [(kind, seconds - spent)] if seconds > spent else []
             if not self.pauses:
-                self._mark()
-        if left > 0 and self.rest[0] > 0:
-            left -= self._complete(left)
-        if left > 0 and self.rate > 0:
-            self._train(left, self.rate)
-        elif left > 0:
-            self.run.spend("wait", left)
+                self._record_point()
+        if left_s > 0 and self.open_step_rest[0] > 0:
+            left_s -= self._finish_open_step(left_s)
+        if left_s > 0 and self.rate > 0:
+            self._train(left_s, self.rate)
+        elif left_s > 0:
+            self.result.add_seconds("wait", left_s)
         self.now = t
-        self._pay()
+        self._accrue_cost()
 
-    def _pay(self) -> None:
-        """For the nodes that were there since it was last done."""
+    def _accrue_cost(self) -> None:
+        """Charge for the nodes since the last call."""
         since, self.paid_until = self.now - self.paid_until, self.now
-        self.run.node_s += self.alive * since
-        self.run.usd += self.alive * since * self.usd_s
+        self.result.node_seconds += self.alive_count * since
+        self.result.usd = self.ledger.usd(self.now)
 
-    def _complete(self, most: float) -> float:
-        """Go on with the open step; how long it took."""
-        seconds, rate = self.rest
-        spent = min(seconds, most)
+    def _finish_open_step(self, max_s: float) -> float:
+        """Continue the open step for at most `max_s` seconds; returns the seconds spent."""
+        seconds, rate = self.open_step_rest
+        spent = min(seconds, max_s)
         self._train(spent, rate)
-        self.rest = (seconds - spent, rate) if seconds > spent else (0.0, 0.0)
-        if seconds < most * (1 - 1e-9):
-            self._mark()
+        self.open_step_rest = (seconds - spent, rate) if seconds > spent else (0.0, 0.0)
+        if seconds < max_s * (1 - 1e-9):
+            self._record_point()
         return spent
 
     def _train(self, seconds: float, rate: float) -> None:
-        """Train, and write checkpoints as they come due."""
-        every, stall = self.strategy.checkpoint_every_s, self.strategy.checkpoint_stall_s
+        """Train, and write checkpoints when they are due."""
+        interval_s, max_stall_s = self.strategy.checkpoint_every_s, self.strategy.checkpoint_stall_s
         while seconds > 0:
-            spent = min(seconds, every - self.since_checkpoint) if every else seconds
-            self.run.samples += spent * rate
+            spent = min(seconds, interval_s - self.trained_since_checkpoint) if interval_s else seconds
+            self.result.samples += spent * rate
             self.trained_s += spent
-            self.since_checkpoint += spent
-            self.run.spend("train", spent)
+            self.trained_since_checkpoint += spent
+            self.result.add_seconds("train", spent)
             self.now += spent
             seconds -= spent
-            if every and self.since_checkpoint >= every:
-                held = min(stall, seconds)
-                self.run.spend("checkpoint", held)
-                seconds -= held
-                self.now += held
-                self._save()
+            if interval_s and self.trained_since_checkpoint >= interval_s:
+                stall_s = min(max_stall_s, seconds)
+                self.result.add_seconds("checkpoint", stall_s)
+                seconds -= stall_s
+                self.now += stall_s
+                self._save_checkpoint()
 
-    def _save(self) -> None:
-        self.since_checkpoint = 0.0
-        usable = [saved for saved in self.saved if saved.usable <= self.now]
-        coming = [saved for saved in self.saved if saved.usable > self.now]
-        due = self.now + self.strategy.checkpoint_write_s
-        self.saved = [*usable[-1:], *coming, _Saved(due, self.run.samples, self.trained_s)]
+    def _save_checkpoint(self) -> None:
+        self.trained_since_checkpoint = 0.0
+        usable = [checkpoint for checkpoint in self.checkpoints if checkpoint.usable_at <= self.now]
+        in_progress = [checkpoint for checkpoint in self.checkpoints if checkpoint.usable_at > self.now]
+        usable_at = self.now + self.strategy.checkpoint_write_s
+        self.checkpoints = [
+            *usable[-1:],
+            *in_progress,
+            _SimulatedCheckpoint(usable_at, self.result.samples, self.trained_s),
+        ]
 
-    def _mark(self) -> None:
-        self._pay()
-        rate = 0.0 if self.pauses else self.rest[1] if self.rest[0] > 0 else self.rate
-        self.run.points.append(Point(self.now, self.alive, rate, self.run.usd, self.run.samples))
+    def _record_point(self) -> None:
+        self._accrue_cost()
+        rate = 0.0 if self.pauses else self.open_step_rest[1] if self.open_step_rest[0] > 0 else self.rate
+        self.result.points.append(RunPoint(self.now, self.alive_count, rate, self.result.usd, self.result.samples))

@@ -1,57 +1,62 @@
-"""What is trained, as far as time and money are concerned: a shape, what its actions cost, how much state there is."""
+"""The simulated job: its shape, the costs of its actions, and the size of its state."""
 
 from __future__ import annotations
 
 import difflib
 import math
 import tomllib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from culm.errors import UsageError
-from culm.plan import Case, Memory
+from culm.plan import ActivationLimit, PlanCase
+from culm.plan.rent.failure_free_step import ESTIMATED_SCHEDULES, PLANNED, resolve_schedule
 from culm.schedule import Costs, Kind
-from culm.schedule.timing import prices, sends
+from culm.schedule.plan_timing import action_costs, send_costs
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A training step and the shape that it was planned for. Raises UsageError for numbers that make no sense."""
+    """A training step and the shape it was planned for. Raises UsageError for invalid numbers."""
 
     name: str = "workload"
     pipelines: int
-    """D: so many there are to begin with. Nodes beyond D x P stand by, unless a strategy makes more of them."""
+    """D: initial number of pipelines. Workers beyond D x P stand by, unless a strategy builds more pipelines."""
     stages: int
     """P."""
     micro_batches: int
-    """M: over all pipelines, whatever happens."""
+    """M, over all pipelines; it never changes."""
     micro_batch: int = 1
-    """Samples in each."""
+    """Samples per micro-batch."""
     costs: Costs
     """Seconds, for one of P stages."""
-    expected: Costs | None = None
-    """What plans around holes are made with, where that is not what actions turn out to take."""
+    planning_costs: Costs | None = None
+    """Costs used to plan around holes, if they differ from what actions actually take."""
     state_bytes: float = 0.0
-    """Parameters and optimizer state of the whole model: what a newcomer fetches its share of."""
+    """Parameters and optimizer state of the whole model; a new node fetches its share."""
+    workers_per_node: int = 1
+    """Workers of a node, one for each accelerator: they are rented, billed and lost together."""
     least_stages: int = 0
-    """Fewer stages do not fit into the memory of a node; 0: as many as planned."""
+    """Fewest stages whose state fits into the memory of a worker; 0: as many as planned."""
     layers: int = 0
-    """A model can be cut into so many equal parts; 0: anywhere."""
-    memory: Memory = None
-    schedule: str = ""
-    """What is run while every slot is filled: 1f1b, zb or gpipe, as `culm run --schedule`; "": what the planner makes,
-    with `split`, `stagger` and `memory`. Steps with holes are always the planner's."""
+    """Number of equal parts into which the model can be cut; 0: no limit."""
+    memory: ActivationLimit = None
+    schedule: str = PLANNED
+    """The schedule while every slot is filled: 1f1b, zb or gpipe, as in `culm run --schedule`, or planned: the
+    planner's, with `split`, `stagger` and `memory`. Steps with holes always use the planner's, as a run does."""
     split: bool = True
     stagger: bool = True
+    early_sends: bool = False
+    """Whether 1F1B and GPipe split backwards that another stage waits for, at the cost of `costs.split`."""
     steps: int = 0
-    """Of the whole run: short before its end no change of shape pays any more; 0: it lasts as long as the trace."""
+    """Steps of the whole run: shortly before its end a change of shape no longer pays; 0: as long as the trace."""
     instance: str = ""
-    """What a node is, for its price."""
+    """Instance type of a node, for its price."""
 
     def __post_init__(self) -> None:
-        for name in ("pipelines", "stages", "micro_batches", "micro_batch"):
+        for name in ("pipelines", "stages", "micro_batches", "micro_batch", "workers_per_node"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{self.name}: {name} is {getattr(self, name)}: use a whole number of at least 1")
         if self.pipelines > self.micro_batches:
@@ -59,57 +64,83 @@ class Workload:
                 f"{self.name}: pipelines is {self.pipelines}, but a step has {self.micro_batches} micro-batches: "
                 f"use at most that many pipelines"
             )
-        if self.schedule not in ("", "gpipe", "1f1b", "zb"):
-            raise UsageError(f"{self.name}: schedule is {self.schedule!r}: use 1f1b, zb or gpipe, or leave it out")
+        if self.schedule not in ESTIMATED_SCHEDULES:
+            names = ", ".join(ESTIMATED_SCHEDULES)
+            raise UsageError(f"{self.name}: schedule is {self.schedule!r}: use {names}, or leave it out")
         if not (math.isfinite(self.state_bytes) and self.state_bytes >= 0):
             raise UsageError(f"{self.name}: state_bytes is {self.state_bytes}: use a number of at least 0")
-        if not self.total_s > 0:
+        if not self.micro_batch_s > 0:
             raise UsageError(f"{self.name}: a micro-batch takes no time: give forward, input and weight in seconds")
 
     @property
-    def nodes(self) -> int:
+    def workers(self) -> int:
+        """Workers with a slot in the planned shape."""
         return self.pipelines * self.stages
 
     @property
+    def nodes(self) -> int:
+        """Nodes to rent: the fewest that have a worker for every slot."""
+        return -(-self.workers // self.workers_per_node)
+
+    @property
+    def spare_workers(self) -> int:
+        """Workers of the rented nodes that the planned shape has no slot for."""
+        return self.nodes * self.workers_per_node - self.workers
+
+    def is_complete_fleet(self, workers: int) -> bool:
+        """Whether enough workers are present to make up every planned node."""
+        return self.workers <= workers <= self.workers + self.spare_workers
+
+    @cached_property
+    def ideal_samples_per_s(self) -> float:
+        """An upper bound of the speed: every worker of the planned shape computes all the time, at an even share of the
+        work. No bubble, no message, no reduce, no optimizer step, no loss."""
+        return self.samples / (self.micro_batches * self.micro_batch_s / self.workers)
+
+    @property
     def samples(self) -> int:
-        """Of a step."""
+        """Samples per step."""
         return self.micro_batches * self.micro_batch
 
     @property
-    def fewest(self) -> int:
+    def min_stages(self) -> int:
         """The fewest stages of a pipeline."""
         return self.least_stages or self.stages
 
     @cached_property
-    def total_s(self) -> float:
-        """One micro-batch through all stages, there and back."""
-        price = prices(self.costs, self.stages)
-        return sum(sum(price[kind]) for kind in (Kind.F, Kind.I, Kind.W))
+    def micro_batch_s(self) -> float:
+        """Seconds of a micro-batch through all stages, forward and backward."""
+        price = action_costs(self.costs, self.stages)
+        return sum(sum(price[kind]) for kind in (Kind.F, Kind.B))
 
     @cached_property
     def stage_s(self) -> float:
-        """One micro-batch in a stage, on average."""
-        return self.total_s / self.stages
+        """Mean seconds of a micro-batch in a stage."""
+        return self.micro_batch_s / self.stages
 
     @cached_property
     def forward_share(self) -> float:
-        return sum(prices(self.costs, self.stages)[Kind.F]) / self.total_s
+        return sum(action_costs(self.costs, self.stages)[Kind.F]) / self.micro_batch_s
 
     @cached_property
     def send_s(self) -> float:
-        """Over a boundary between stages, on average."""
-        each = sends(self.costs, self.stages)
-        return sum(each) / len(each) if each else 0.0
+        """Mean seconds to send over a stage boundary."""
+        costs = send_costs(self.costs, self.stages)
+        return sum(costs) / len(costs) if costs else 0.0
 
     @cached_property
-    def finish_s(self) -> float:
+    def reduce_and_step_s(self) -> float:
         """R and S of the slowest stage."""
-        price = prices(self.costs, self.stages)
+        price = action_costs(self.costs, self.stages)
         return max(r + s for r, s in zip(price[Kind.R], price[Kind.S], strict=True))
 
-    def case(self, pipelines: int) -> Case:
-        """The step on so many pipelines, every slot filled."""
-        return Case(
+    def with_schedule(self, schedule: str) -> Workload:
+        """The same with another schedule; for "auto" the one with the shortest failure-free step."""
+        return replace(self, schedule=resolve_schedule(self.planning_case(self.pipelines), schedule))
+
+    def planning_case(self, pipelines: int) -> PlanCase:
+        """The step on this many pipelines with every slot filled."""
+        return PlanCase(
             pipelines=pipelines,
             stages=self.stages,
             micro_batches=self.micro_batches,
@@ -117,48 +148,51 @@ class Workload:
             split=self.split,
             stagger=self.stagger,
             memory=self.memory,
+            early_sends=self.early_sends,
         )
 
 
-_TIMES = ("forward", "input", "weight", "reduce", "step", "send")
+ACTION_TIMES = ("forward", "input", "weight", "reduce", "step", "send", "split")
 
 
-def read_workload(path: str | Path) -> Workload:
-    """A plan as a TOML file: the fields of `Workload`, and a table `times` with seconds for each kind of action.
+def read_workload(path: str | Path, schedule: str = PLANNED) -> Workload:
+    """Read a plan from a TOML file: the fields of `Workload`, and a table `times` with seconds for each kind of action.
+    `schedule` is used where the file names none; "auto": the fastest.
 
-    Raises UsageError, one sentence, for a file that can not be read or has a field that is not there.
+    Raises UsageError if the file cannot be read or has an unknown field.
     """
     path = Path(path)
     try:
-        found = tomllib.loads(path.read_text("utf-8"))
+        table = tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
         raise UsageError(f"the plan {str(path)!r} could not be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path.name} is no TOML: {error}") from error
-    return workload_of(found, path.name)
+        raise UsageError(f"{path.name} is not valid TOML: {error}") from error
+    workload = workload_from_table(table, path.name)
+    return workload if "schedule" in table else workload.with_schedule(schedule)
 
 
-def workload_of(found: dict[str, Any], source: str) -> Workload:
-    """The workload that a table describes."""
-    times = found.pop("times", None)
+def workload_from_table(table: dict[str, Any], source: str) -> Workload:
+    """The workload that a table describes. Raises UsageError for unknown, missing or invalid fields."""
+    times = table.pop("times", None)
     if not isinstance(times, dict):
         raise UsageError(f"{source} has no table [times]: give forward, input and weight in seconds")
-    _check_names(times, _TIMES, f"{source}, [times]")
-    known = [f.name for f in fields(Workload) if f.name not in ("costs", "expected")]
-    _check_names(found, known, source)
+    _check_names(times, ACTION_TIMES, f"{source}, [times]")
+    known = [f.name for f in fields(Workload) if f.name not in ("costs", "planning_costs")]
+    _check_names(table, known, source)
     for name in ("pipelines", "stages", "micro_batches"):
-        if name not in found:
+        if name not in table:
             raise UsageError(f"{source} has no {name}: add it")
     costs = Costs(**{name: tuple(value) if isinstance(value, list) else value for name, value in times.items()})
     try:
-        return Workload(**{"name": Path(source).stem, **found, "costs": costs})
+        return Workload(**{"name": Path(source).stem, **table, "costs": costs})
     except TypeError as error:
-        raise UsageError(f"{source} has a field of the wrong kind: {error}") from error
+        raise UsageError(f"{source} has a field of the wrong type: {error}") from error
 
 
-def _check_names(found: dict[str, Any], known: list[str] | tuple[str, ...], where: str) -> None:
-    for name in found:
+def _check_names(table: dict[str, Any], known: list[str] | tuple[str, ...], where: str) -> None:
+    for name in table:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"there is {', '.join(known)}"
+            hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(known)}"
             raise UsageError(f"{where} has {name!r}: {hint}")

@@ -1,4 +1,4 @@
-"""The best way to train two models on two spot pools, and what it costs: at the papers' prices and today's."""
+"""The cheapest way to train two models on two spot pools, at the papers' prices and at today's."""
 
 from __future__ import annotations
 
@@ -7,215 +7,249 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from culm.errors import PlanError, UsageError
-from culm.market.catalogue import catalogue
-from culm.market.generate import generate
-from culm.market.presets import PRESETS
-from culm.market.reading import read_trace
-from culm.market.trace import Trace
+from culm.market.catalogue import load_catalogue
+from culm.market.market_trace import MarketTrace
+from culm.market.trace_generator import PRESETS, generate_trace
+from culm.market.trace_reader import read_trace
+from culm.plan.rent.failure_free_step import failure_free_step_s
 from culm.schedule import Costs
-from culm.sim.costs import Charges
-from culm.sim.known import known
-from culm.sim.modelled import modelled
-from culm.sim.papers.table import Book, Request, Sheet
-from culm.sim.study import Outcome, Price, simulate
+from culm.sim.analytic_workload import analytic_workload
+from culm.sim.cluster_costs import ClusterCosts
+from culm.sim.compare_strategies import NodePrice, StrategyOutcome, simulate
+from culm.sim.papers.paper_table import PaperTable, PaperTableSet, TableRequest
+from culm.sim.published_workload import published_workload
 from culm.sim.workload import Workload
 
 POOLS = {"p3": "p3.2xlarge", "g4dn": "g4dn.xlarge"}
 MODELS = ("bert-large", "gpt-3-6.7b")
-THEN = {"p3": "2022-06-30", "g4dn": "2022-12-31"}
-"""When the papers' runs were paid for, or as soon after as there is a price."""
-BLIND = (
+PAPER_PRICE_DATES = {"p3": "2022-06-30", "g4dn": "2022-12-31"}
+"""When the papers' runs were paid for, or the first later date with a price."""
+STRATEGIES_WITHOUT_NOTICE = (
     "auto", "reroute", "templates", "shadow-lazy", "shadow", "checkpoint",
     "oobleck", "bamboo", "varuna", "checkpoint-restart", "on-demand",
 )  # fmt: skip
-"""Without a notice. Without `drop`, which changes training, and `none`, which gets nowhere."""
-TOLD = ("auto", "reroute", "templates", "migrate")
-"""With the notice that the cloud gives."""
+"""Simulated without a notice. Not included: `drop`, which changes training, and `none`, which makes no progress."""
+STRATEGIES_WITH_NOTICE = ("auto", "reroute", "templates", "migrate")
+"""Simulated with the notice that the cloud gives."""
+SCHEDULE = "planned"
+"""The schedule of every strategy, the published systems included. What other schedules are worth is in the notes."""
 T4_TO_V100 = 1.92
-"""How much longer fp32 takes on a T4, by the peaks of the two (15.7 and 8.1 TFLOP/s) and their memories."""
+"""How much longer fp32 takes on a T4, from the peaks of the two (15.7 and 8.1 TFLOP/s) and their memories."""
 
 
 @dataclass(frozen=True)
-class Answer:
+class PoolAnswer:
     """One model on one pool, in its best shape."""
 
     model: str
     pool: str
     workload: Workload
-    outcomes: dict[str, Outcome]
-    """At the prices of then; speeds do not depend on them."""
-    then: Price
-    now: Price
-    tried: tuple[str, ...]
+    outcomes: dict[str, StrategyOutcome]
+    """Outcomes at the papers' prices; speeds do not depend on prices."""
+    paper_price: NodePrice
+    current_price: NodePrice
+    shapes_tried: tuple[str, ...]
 
-    def usd(self, name: str, price: Price) -> float:
+    def usd_per_million(self, name: str, price: NodePrice) -> float:
         """Dollars per million samples."""
-        base = self.then.on_demand if name == "on-demand" else self.then.spot
+        base = self.paper_price.on_demand if name == "on-demand" else self.paper_price.spot
         other = price.on_demand if name == "on-demand" else price.spot
         return self.outcomes[name].usd_per_million.value * other / base
 
-    def ranked(self, price: Price) -> list[str]:
-        return sorted(self.outcomes, key=lambda name: self.usd(name, price))
+    def calm_samples_per_s(self, schedule: str) -> float:
+        """The speed of the shape without losses, under a schedule."""
+        case = self.workload.planning_case(self.workload.pipelines)
+        return self.workload.samples / failure_free_step_s(case, schedule)
+
+    def strategies_by_cost(self, price: NodePrice) -> list[str]:
+        return sorted(self.outcomes, key=lambda name: self.usd_per_million(name, price))
 
 
-def best_way(request: Request) -> Book:
-    """The page: a table of answers, then one table for each."""
+def best_way(request: TableRequest) -> PaperTableSet:
+    """A page with a table of answers, then one table for each answer."""
     answers = []
     for model in MODELS:
         for pool in POOLS:
             request.progress(f"{model} on {pool}")
-            answers.append(answer(model, pool, traces_of(pool, request)))
-    sheets = [_overview(answers), *(_details(each) for each in answers)]
-    how = "replayed from its file" if request.traces else "generated by the market that was fitted to it"
+            answers.append(find_best_shape(model, pool, pool_traces(pool, request)))
+    tables = [_answers_table(answers), *(_strategies_table(answer) for answer in answers)]
+    trace_source = "replayed from its file" if request.traces else "generated by the market that was fitted to it"
     preface = [
-        f"Made by `culm simulate --paper best-way`. Each trace was {how}. Speeds of BERT-Large on the V100 follow from",
-        "its measured speed in Bamboo's Table 2; on the T4 they are scaled by the peaks of the two; those of the GPT",
-        "are counted FLOP at 45 % of the peak of the tensor cores, with activations recomputed. Prices are medians",
-        "over US zones. Strategies marked *told* get the notice of 120 s that AWS gives, and use it; the others see a",
-        "node only when it is gone. The best is picked among some 15 strategies in up to five shapes on the very",
-        "traces that it is reported for, so differences of a few percent say nothing. On demand has the shape that is",
-        "best for it. What disturbances cost is in docs/simulator.md.",
+        f"Generated by `culm simulate --paper best-way`. Each trace was {trace_source}.",
+        "Speeds of BERT-Large on the V100 follow from its measured speed in Bamboo's Table 2; on the T4 they are",
+        "scaled by the peaks of the two; those of the GPT are FLOP counts at 45 % of the tensor cores' peak, with",
+        "recomputed activations. Prices are medians over US zones. Those marked *notice* get AWS's notice of 120 s",
+        "and use it; the others see a loss only when the node is gone. The best is selected among some 15 strategies",
+        "in up to five shapes on the same traces that it is reported for, so differences of a few percent are not",
+        "significant. On demand has its own best shape. docs/simulator.md lists the assumed costs of disturbances.",
+        f"All strategies, the published ones included, run one schedule ({SCHEDULE}), so that the tables compare what",
+        "they make of losses. *Of calm* is the goodput as a share of the same shape without losses; it is above 100 %",
+        "where the trace has more nodes than the shape. What another schedule is worth without losses is below each",
+        f"table. Fitted: the factor {T4_TO_V100} from V100 to T4, which follows from peaks and was not measured.",
     ]
-    return Book("The best way to train on spot machines", sheets, preface)
+    return PaperTableSet("The best way to train on spot machines", tables, preface)
 
 
-def traces_of(pool: str, request: Request) -> list[Trace]:
-    """The published trace, or markets like it."""
+def pool_traces(pool: str, request: TableRequest) -> list[MarketTrace]:
+    """The published trace, or traces generated by the market fitted to it."""
     if request.traces is None:
-        return [generate(PRESETS[pool], seed) for seed in range(request.seeds or 5)]
+        return [generate_trace(PRESETS[pool], seed) for seed in range(request.seeds or 5)]
     name = f"{pool}-trace.csv"
-    found = next((path for path in (request.traces / name, request.traces / "bamboo" / name) if path.is_file()), None)
-    if found is None:
+    trace_path = next(
+        (path for path in (request.traces / name, request.traces / "bamboo" / name) if path.is_file()), None
+    )
+    if trace_path is None:
         raise UsageError(f"--traces {str(request.traces)!r} has no {name}: name the folder that holds it")
-    return [read_trace(Path(found))]
+    return [read_trace(Path(trace_path))]
 
 
-def answer(model: str, pool: str, traces: Sequence[Trace]) -> Answer:
-    """The shape and strategy with the least cost per sample. On demand may take the shape that is best for it."""
+def find_best_shape(model: str, pool: str, traces: Sequence[MarketTrace]) -> PoolAnswer:
+    """The shape and strategy with the least cost per sample. On demand may use another shape, its own best."""
     instance = POOLS[pool]
-    then, now = (_price(instance, on) for on in (THEN[pool], None))
-    tried = {}
-    for workload in shapes(model, instance, max(trace.peak for trace in traces)):
-        outcomes = simulate(workload, traces, BLIND, charges=Charges(), price=then)
-        notice = Charges(notice_s=catalogue().find(instance).notice_s)
-        told = simulate(workload, traces, TOLD, charges=notice, price=then)
-        outcomes |= {f"{name}, told": outcome for name, outcome in told.items()}
-        tried[f"{workload.pipelines} x {workload.stages}"] = Answer(model, pool, workload, outcomes, then, now, ())
-    if not tried:
+    paper_price, current_price = (_instance_price(instance, on) for on in (PAPER_PRICE_DATES[pool], None))
+    answers = {}
+    for workload in candidate_workloads(model, instance, max(trace.peak for trace in traces)):
+        outcomes = simulate(
+            workload, traces, STRATEGIES_WITHOUT_NOTICE, cluster_costs=ClusterCosts(), price=paper_price
+        )
+        notice = ClusterCosts(notice_s=load_catalogue().find(instance).notice_s)
+        with_notice = simulate(workload, traces, STRATEGIES_WITH_NOTICE, cluster_costs=notice, price=paper_price)
+        outcomes |= {f"{name}, notice": outcome for name, outcome in with_notice.items()}
+        answers[f"{workload.pipelines} x {workload.stages}"] = PoolAnswer(
+            model, pool, workload, outcomes, paper_price, current_price, ()
+        )
+    if not answers:
         raise PlanError(f"{model} does not fit on the nodes of the pool {pool}")
-    best = min(tried.values(), key=lambda each: each.usd(each.ranked(then)[0], then))
-    steady = min(tried.values(), key=lambda each: each.usd("on-demand", then)).outcomes["on-demand"]
-    return replace(best, outcomes={**best.outcomes, "on-demand": steady}, tried=tuple(tried))
+    best = min(
+        answers.values(),
+        key=lambda answer: answer.usd_per_million(answer.strategies_by_cost(paper_price)[0], paper_price),
+    )
+    on_demand = min(answers.values(), key=lambda answer: answer.usd_per_million("on-demand", paper_price)).outcomes[
+        "on-demand"
+    ]
+    return replace(best, outcomes={**best.outcomes, "on-demand": on_demand}, shapes_tried=tuple(answers))
 
 
-def shapes(model: str, instance: str, nodes: int) -> list[Workload]:
-    """A few depths, from the least that fits."""
+def candidate_workloads(model: str, instance: str, nodes: int) -> list[Workload]:
+    """Workloads of a few depths, from the smallest that fits."""
     if model == "bert-large":
-        measured = known(model, spot=False)
-        slower = 1.0 if instance.startswith("p3") else T4_TO_V100
-        return [_recut(measured, stages, nodes, slower, instance) for stages in (4, 6, 8, 12) if stages <= nodes]
-    found = []
+        measured = published_workload(model, spot=False)
+        slowdown = 1.0 if instance.startswith("p3") else T4_TO_V100
+        return [
+            _measured_at_depth(measured, stages, nodes, slowdown, instance)
+            for stages in (4, 6, 8, 12)
+            if stages <= nodes
+        ]
+    workloads = []
     for stages in range(1, nodes + 1):
         try:
-            found.append(modelled(model, instance, nodes=nodes, stages=stages))
+            workloads.append(analytic_workload(model, instance, nodes=nodes, stages=stages, schedule=SCHEDULE))
         except PlanError:
             continue
-    return found[:3] + found[4:8:2]
+    return workloads[:3] + workloads[4:8:2]
 
 
-def _recut(measured: Workload, stages: int, nodes: int, slower: float, instance: str) -> Workload:
-    """The measured model at another depth. With 12 GB for parameters and Adam it fits from 4 stages on."""
-    each = measured.total_s * slower / stages / 3
+def _measured_at_depth(measured: Workload, stages: int, nodes: int, slowdown: float, instance: str) -> Workload:
+    """The measured model at another depth. With 12 GB for parameters and Adam it fits with 4 or more stages."""
+    action_s = measured.micro_batch_s * slowdown / stages / 3
     return replace(
         measured,
         pipelines=max(1, nodes // stages),
+        schedule=SCHEDULE,
         stages=stages,
         least_stages=4,
-        costs=Costs(forward=each, input=each, weight=each),
+        costs=Costs(forward=action_s, input=action_s, weight=action_s),
         instance=instance,
     )
 
 
-def _price(instance: str, on: str | None) -> Price:
-    machine = catalogue().find(instance, on)
-    return Price(machine.spot_usd_h, machine.on_demand_usd_h)
+def _instance_price(instance: str, on: str | None) -> NodePrice:
+    machine = load_catalogue().find(instance, on)
+    return NodePrice(machine.price(spot=True), machine.price(spot=False))
 
 
-def _told_price(pool: str, on: str | None) -> str:
-    machine = catalogue().find(POOLS[pool], on)
+def _price_note(pool: str, on: str | None) -> str:
+    machine = load_catalogue().find(POOLS[pool], on)
     note = f" ({machine.note})" if machine.note else ""
     spot, whole = f"${machine.spot_usd_h:g}/h spot", f"${machine.on_demand_usd_h:g}/h on demand"
     return f"{'newest' if on is None else 'papers'}: {machine.instance} {spot}, {whole}, as of {machine.as_of}{note}"
 
 
-def _overview(answers: Sequence[Answer]) -> Sheet:
+def _answers_table(answers: Sequence[PoolAnswer]) -> PaperTable:
     rows, cells = [], []
-    for each in answers:
-        name = each.ranked(each.then)[0]
-        shape = f"{each.workload.pipelines} x {each.workload.stages}"
-        today = each.ranked(each.now)[0]
+    for answer in answers:
+        name = answer.strategies_by_cost(answer.paper_price)[0]
+        shape = f"{answer.workload.pipelines} x {answer.workload.stages}"
+        today = answer.strategies_by_cost(answer.current_price)[0]
         row = {
-            "model": each.model,
-            "pool": each.pool,
+            "model": answer.model,
+            "pool": answer.pool,
             "strategy": name,
             "strategy_today": today,
             "shape": shape,
-            "goodput": each.outcomes[name].goodput.value,
-            "usd_per_million_then": each.usd(name, each.then),
-            "usd_per_million_today": each.usd(today, each.now),
-            "on_demand_then": each.usd("on-demand", each.then),
-            "on_demand_today": each.usd("on-demand", each.now),
+            "goodput": answer.outcomes[name].goodput.value,
+            "usd_per_million_then": answer.usd_per_million(name, answer.paper_price),
+            "usd_per_million_today": answer.usd_per_million(today, answer.current_price),
+            "on_demand_then": answer.usd_per_million("on-demand", answer.paper_price),
+            "on_demand_today": answer.usd_per_million("on-demand", answer.current_price),
         }
         rows.append(row)
         cells.append(
             [
-                each.model,
-                f"{each.pool} ({POOLS[each.pool]})",
+                answer.model,
+                f"{answer.pool} ({POOLS[answer.pool]})",
                 f"{name}, {shape}",
                 f"{row['goodput']:.3g}",
                 f"{row['usd_per_million_then']:,.0f} (on demand {row['on_demand_then']:,.0f})",
                 f"{row['usd_per_million_today']:,.0f} (on demand {row['on_demand_today']:,.0f})",
             ]
         )
-    return Sheet(
+    return PaperTable(
         "Answers",
         ("model", "pool", "best", "samples/s", "$ per million, papers' prices", "$ per million, newest prices"),
         cells,
         rows,
-        [_told_price(pool, on) for pool in POOLS for on in (THEN[pool], None)],
+        [_price_note(pool, on) for pool in POOLS for on in (PAPER_PRICE_DATES[pool], None)],
     )
 
 
-def _details(each: Answer) -> Sheet:
+def _strategies_table(answer: PoolAnswer) -> PaperTable:
     rows, cells = [], []
-    for name in each.ranked(each.then):
-        outcome = each.outcomes[name]
+    speeds = {name: answer.calm_samples_per_s(name) for name in ("planned", "zb", "1f1b")}
+    calm = speeds[answer.workload.schedule]
+    for name in answer.strategies_by_cost(answer.paper_price):
+        outcome = answer.outcomes[name]
         split = outcome.split
         lost = split.get("undone", 0.0) + split.get("redo", 0.0)
         row = {
             "strategy": name,
             "goodput": outcome.goodput.value,
             "split": split,
-            "usd_per_million": each.usd(name, each.then),
+            "usd_per_million": answer.usd_per_million(name, answer.paper_price),
         }
-        rows.append({**row, "usd_per_million_today": each.usd(name, each.now)})
+        rows.append({**row, "usd_per_million_today": answer.usd_per_million(name, answer.current_price)})
         cells.append(
             [
                 name,
                 f"{outcome.goodput.value:.3g}",
                 f"{outcome.cost_per_h.value:.2f}",
-                f"{each.usd(name, each.then):,.0f}" if row["goodput"] else "-",
-                f"{each.usd(name, each.now):,.0f}" if row["goodput"] else "-",
+                f"{answer.usd_per_million(name, answer.paper_price):,.0f}" if row["goodput"] else "-",
+                f"{answer.usd_per_million(name, answer.current_price):,.0f}" if row["goodput"] else "-",
+                f"{outcome.goodput.value / calm:.0%}",
                 f"{split.get('train', 0.0):.0%}",
                 f"{lost:.1%}",
                 f"{split.get('wait', 0.0):.0%}",
             ]
         )
-    shape = f"{each.workload.pipelines} x {each.workload.stages}"
-    return Sheet(
-        f"{each.model} on the {each.pool} trace, {shape}",
-        ("strategy", "samples/s", "$/h", "$ per million", "... today", "training", "lost work", "waiting"),
+    shape = f"{answer.workload.pipelines} x {answer.workload.stages}"
+    return PaperTable(
+        f"{answer.model} on the {answer.pool} trace, {shape}",
+        ("strategy", "samples/s", "$/h", "$ per million", "... today", "of calm", "training", "lost work", "waiting"),
         cells,
         rows,
-        (f"shapes tried: {', '.join(each.tried)}",),
+        (
+            f"shapes tried: {', '.join(answer.shapes_tried)}",
+            "schedules, samples/s without losses: "
+            + ", ".join(f"{name} {speed:.3g} ({speed / calm - 1:+.0%})" for name, speed in speeds.items()),
+        ),
     )

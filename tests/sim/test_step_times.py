@@ -11,18 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from culm.plan import Slot
-from culm.schedule import Costs, generate, timing
-from culm.sim.costs import Charges
-from culm.sim.engine import Node
-from culm.sim.slots import Slots
-from culm.sim.steps import LARGE, Steps
+from culm.plan.rent.failure_free_step import MAX_PLANNED_FORWARDS
+from culm.schedule import Costs, generate_plan, time_plan
+from culm.sim.cluster_costs import ClusterCosts
+from culm.sim.engine import SimulatedNode
+from culm.sim.slot_table import SlotTable
+from culm.sim.step_times import StepTimes
 from culm.sim.workload import Workload
 
 UNIT = Workload(pipelines=3, stages=4, micro_batches=18, costs=Costs(), split=True, stagger=True)
 
 
-def steps(workload: Workload = UNIT) -> Steps:
-    return Steps(workload, Charges())
+def steps(workload: Workload = UNIT) -> StepTimes:
+    return StepTimes(workload, ClusterCosts())
 
 
 def test_the_known_answers_of_rerouting_come_out() -> None:
@@ -36,14 +37,14 @@ def test_the_known_answers_of_rerouting_come_out() -> None:
 
 def test_1f1b_in_closed_form_is_the_schedule_timed() -> None:
     work = replace(UNIT, costs=Costs(forward=1.0, input=1.0, weight=1.0, send=0.25, step=0.5))
-    plan = generate("1f1b", pipelines=1, stages=4, micro_batches=6)
-    assert steps(work).one_f_one_b(3) == pytest.approx(timing(plan, work.costs).makespan, rel=0.05)
+    plan = generate_plan("1f1b", pipelines=1, stages=4, micro_batches=6)
+    assert steps(work).one_f_one_b(3) == pytest.approx(time_plan(plan, work.costs).makespan, rel=0.05)
 
 
 @given(st.integers(4, 40), st.integers(1, 60), st.integers(1, 6))
 def test_uneven_pipelines_use_all_nodes_and_share_the_batch_best(nodes: int, micro: int, least: int) -> None:
     work = replace(UNIT, pipelines=1, micro_batches=micro, least_stages=least)
-    seconds, depths = steps(work).uneven(nodes, published=True)
+    seconds, depths = steps(work).unequal_depths(nodes, as_published=True)
     if not depths:
         assert nodes < least
         assert math.isinf(seconds)
@@ -51,7 +52,7 @@ def test_uneven_pipelines_use_all_nodes_and_share_the_batch_best(nodes: int, mic
     assert sum(depths) == nodes
     assert max(depths) - min(depths) <= 1
     assert min(depths) >= least
-    each = [work.total_s / depth for depth in depths]
+    each = [work.micro_batch_s / depth for depth in depths]
 
     def room(limit: float) -> int:
         ramps = [depth * t for depth, t in zip(depths, each, strict=True)]
@@ -62,7 +63,7 @@ def test_uneven_pipelines_use_all_nodes_and_share_the_batch_best(nodes: int, mic
 
 
 def test_more_nodes_are_never_slower() -> None:
-    found = [steps().uneven(nodes)[0] for nodes in range(4, 30)]
+    found = [steps().unequal_depths(nodes)[0] for nodes in range(4, 30)]
     assert all(b <= a * 1.0001 for a, b in pairwise(found))
 
 
@@ -76,26 +77,28 @@ def test_the_cost_of_redundancy_is_set_to_that_measured_for_bert() -> None:
 
 
 def test_a_worker_with_two_stages_slows_its_pipeline_as_its_plan_says() -> None:
-    assert steps().taken_over(3, []) == 1.0
-    once, twice = (steps().taken_over(3, [Slot(d, 1) for d in range(many)]) for many in (1, 2))
+    assert steps().takeover_slowdown(3, []) == 1.0
+    once, twice = (steps().takeover_slowdown(3, [Slot(d, 1) for d in range(many)]) for many in (1, 2))
     assert 1.3 < once < 2
     assert twice == once, "pipelines are hurt side by side"
-    assert steps().taken_over(3, [Slot(0, 1), Slot(0, 3)]) >= once
-    assert math.isinf(steps().taken_over(3, [Slot(0, 1), Slot(0, 2)])), "neighbours leave a stage without a holder"
+    assert steps().takeover_slowdown(3, [Slot(0, 1), Slot(0, 3)]) >= once
+    assert math.isinf(steps().takeover_slowdown(3, [Slot(0, 1), Slot(0, 2)])), (
+        "neighbours leave a stage without a holder"
+    )
 
 
 def test_a_schedule_is_run_as_it_is_and_plans_are_run_with_what_actions_take() -> None:
     fixed = replace(UNIT, schedule="1f1b")
     assert steps(fixed).healthy(3) == steps(UNIT).one_f_one_b(3)
-    slow = replace(fixed, expected=UNIT.costs, costs=Costs(forward=2.0, input=2.0, weight=2.0))
+    slow = replace(fixed, planning_costs=UNIT.costs, costs=Costs(forward=2.0, input=2.0, weight=2.0))
     assert steps(slow).rerouted(3, (0, 1, 0, 0)) == pytest.approx(2 * steps(fixed).rerouted(3, (0, 1, 0, 0)))
 
 
 def test_large_cases_are_taken_at_their_bound() -> None:
     large = replace(UNIT, pipelines=60, stages=16, micro_batches=60 * 32)
-    assert large.stages * large.micro_batches > LARGE
+    assert large.stages * large.micro_batches > MAX_PLANNED_FORWARDS
     found = steps(large)
-    assert not found.planned
+    assert not found.uses_plans
     assert found.rerouted(60, (0,) * 15 + (30,)) == pytest.approx(2 * found.healthy(60), rel=0.05)
     assert found.best_spread(60, 18) == (1,) * 14 + (2, 2)
 
@@ -107,19 +110,14 @@ def test_losing_every_holder_has_no_spread() -> None:
 
 @given(st.lists(st.integers(0, 11), unique=True, max_size=7), st.integers(0, 4))
 def test_slots_keep_track_of_everybody(gone: list[int], spare: int) -> None:
-    slots = Slots(4, 3)
-    everyone = [Node(f"n{n}", f"z{n % 2}") for n in range(12 + spare)]
+    slots = SlotTable(4, 3)
+    everyone = [SimulatedNode(f"n{n}", f"z{n % 2}") for n in range(12 + spare)]
     slots.add(everyone)
-    slots.reform()
+    slots.rebuild_pipelines()
     assert len(slots.standby) == spare
     slots.remove([node for n, node in enumerate(everyone) if n in gone])
     assert slots.members == 12 + spare - len(gone)
-    slots.fill()
+    slots.fill_holes()
     assert len(slots.holes) + len(slots.nodes) == 12
     assert not (slots.holes and slots.standby)
-    if len(slots.holes) <= 8:
-        wanted = steps().best_spread(3, len(slots.holes))
-        assert wanted is not None
-        slots.move(wanted)
-        assert slots.spread() == wanted
-        assert {node.name for node in slots.nodes.values()} == set(slots.place)
+    assert {node.name for node in slots.nodes.values()} == set(slots.slot_of)

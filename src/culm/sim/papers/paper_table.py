@@ -1,4 +1,4 @@
-"""A table that was published, ours beside it: as text that is Markdown too, and as JSON."""
+"""A published table next to a simulated one: as Markdown text and as JSON."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Request:
-    """What a table may be made from."""
+class TableRequest:
+    """Inputs of a table."""
 
     seeds: int | None = None
-    """How many runs; None: as many as the paper had, or as are enough."""
+    """Number of runs; None: as many as in the paper, or as are enough."""
     traces: Path | None = None
-    """Where the published traces lie, if they are at hand."""
+    """Folder of the published traces, if available."""
     progress: Callable[[str], None] = lambda _: None
 
 
 @dataclass(frozen=True)
-class Sheet:
+class PaperTable:
     """Rows for programs, cells for people."""
 
     title: str
@@ -33,7 +33,7 @@ class Sheet:
     def as_json(self) -> dict[str, Any]:
         return {"rows": list(self.rows), **self.extra, "notes": list(self.notes)}
 
-    def text(self) -> str:
+    def to_markdown(self) -> str:
         """A Markdown table with padded columns, and the notes below."""
         grid = [list(self.columns), *(list(row) for row in self.cells)]
         widths = [max(len(row[column]) for row in grid) for column in range(len(self.columns))]
@@ -44,20 +44,20 @@ class Sheet:
 
 
 @dataclass(frozen=True)
-class Book:
-    """Several sheets on one page."""
+class PaperTableSet:
+    """Several tables on one page."""
 
     title: str
-    sheets: Sequence[Sheet]
+    tables: Sequence[PaperTable]
     preface: Sequence[str] = ()
 
     def as_json(self) -> dict[str, Any]:
-        return {"title": self.title, "sheets": [{"title": s.title, **s.as_json()} for s in self.sheets]}
+        return {"title": self.title, "sheets": [{"title": s.title, **s.as_json()} for s in self.tables]}
 
-    def text(self) -> str:
-        return "\n".join([f"# {self.title}", "", *self.preface, "", *(sheet.text() for sheet in self.sheets)])
+    def to_markdown(self) -> str:
+        return "\n".join([f"# {self.title}", "", *self.preface, "", *(table.to_markdown() for table in self.tables)])
 
 
-def share(ours: float, theirs: float) -> str:
-    """How far apart, in percent."""
+def percent_difference(ours: float, theirs: float) -> str:
+    """The relative difference in percent."""
     return f"{ours / theirs - 1:+.1%}"
