@@ -1,0 +1,250 @@
+"""Simulated streams: computed on the CPU when they are launched, complete at virtual times drawn from a seed.
+
+They are stricter than a GPU. Until a copy to the host is complete its target holds garbage, and the source is read as
+it is at that time, so that code which reads too early or overwrites too early computes other bits. A copy to the device
+fails if its source changes before it is complete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from culm.device.device_copies import DeviceCopies
+from culm.errors import DeviceFailed
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from torch import Tensor
+
+    from culm.device.streams import DeviceEvent, DeviceStream
+
+
+_CHUNK_BYTES = 1 << 16
+
+
+class SimulatedTimes(NamedTuple):
+    """The ranges that virtual seconds are drawn from."""
+
+    compute: tuple[float, float] = (0.005, 0.05)
+    """Of the work between two events of the compute stream."""
+    copy: tuple[float, float] = (0.001, 0.02)
+    """Of one copy."""
+
+
+class SimulatedEvent:
+    """A point in a simulated stream."""
+
+    def __init__(self, stream: SimulatedStream, number: int, at: float) -> None:
+        self._stream, self._number, self._at = stream, number, at
+
+    def is_complete(self) -> bool:
+        self._stream.fault.check()
+        return self._stream.completed_until() >= self._number
+
+    async def wait(self) -> None:
+        while not self.is_complete():
+            await asyncio.sleep(max(0.0, self._stream.completes_at(self._number) - _now()))
+        await self._stream.fault.wait_while_hanging()
+
+    def seconds_since(self, earlier: DeviceEvent) -> float:
+        assert isinstance(earlier, SimulatedEvent)
+        return self._at - earlier._at
+
+    def complete_at(self) -> float:
+        """The virtual time at which it is complete."""
+        return self._stream.completes_at(self._number)
+
+
+@dataclass(frozen=True)
+class SimulatedDeviceFault:
+    """From a virtual time on a device reports an error for everything, or nothing completes any more."""
+
+    at: float = math.inf
+    hangs: bool = False
+
+    def check(self) -> None:
+        """Raises DeviceFailed if the device has failed."""
+        if _now() >= self.at and not self.hangs:
+            raise DeviceFailed("the simulated device reported an error: its node leaves the run")
+
+    async def wait_while_hanging(self) -> None:
+        """Never returns if the device hangs."""
+        if _now() >= self.at and self.hangs:
+            await asyncio.get_running_loop().create_future()
+
+
+class SimulatedStream:
+    """One stream. Its operations are applied when their time has come and somebody asks for it."""
+
+    def __init__(
+        self,
+        draw_compute: Callable[[], float],
+        draw_copy: Callable[[], float],
+        fault: SimulatedDeviceFault,
+        *,
+        computes: bool,
+    ) -> None:
+        """`computes`: kernels run on it, which take time between two events."""
+        self.fault = fault
+        self._draw_compute, self._draw_copy, self._computes = draw_compute, draw_copy, computes
+        self._pending: collections.deque[tuple[float, int, Callable[[], None]]] = collections.deque()
+        self._launched = self._completed = 0
+        self._busy_until = 0.0
+
+    def record(self, *, timed: bool = False) -> DeviceEvent:
+        del timed  # all are
+        self._append(self._draw_compute() if self._computes else 0.0, _nothing)
+        return SimulatedEvent(self, self._launched, self._busy_until)
+
+    def wait_event(self, event: DeviceEvent) -> None:
+        assert isinstance(event, SimulatedEvent)
+        self._busy_until = max(self._busy_until, event.complete_at())
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        if self._computes:
+            target.copy_(source)
+            return
+        self._append(self._draw_copy(), _CopyToHost(target, source))
+
+    def copy_to_device(self, target: Tensor, source: Tensor) -> None:
+        """Queue a copy whose result the computation, which runs ahead, needs at once."""
+        target.copy_(source)
+        self._append(self._draw_copy(), _SourceCheck(source))
+
+    def reads(self, tensor: Tensor) -> None:
+        pass
+
+    def active(self) -> AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def _append(self, seconds: float, apply: Callable[[], None]) -> None:
+        self._busy_until = max(self._busy_until, _now()) + seconds
+        self._launched += 1
+        self._pending.append((self._busy_until, self._launched, apply))
+
+    def completed_until(self) -> int:
+        """The number of the last complete operation. Applies those whose time has come."""
+        while self._pending and self._pending[0][0] <= _now():
+            _, self._completed, apply = self._pending.popleft()
+            apply()
+        return self._completed
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether everything that was queued is complete."""
+        return self.completed_until() == self._launched
+
+    def completes_at(self, number: int) -> float:
+        """The virtual time at which an operation is complete."""
+        return next((at for at, each, _ in self._pending if each == number), _now())
+
+
+class _ToDeviceStream(SimulatedStream):
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        self.copy_to_device(target, source)
+
+
+class _CopyToHost:
+    """A copy that is made when it is complete. Until then its target is garbage."""
+
+    def __init__(self, target: Tensor, source: Tensor) -> None:
+        self._target, self._source = target, source
+        _bytes_of(target).fill_(0xFF)  # NaN in every floating type
+
+    def __call__(self) -> None:
+        self._target.copy_(self._source)
+
+
+class _SourceCheck:
+    """Raises if the source of a copy to the device has changed before the copy was complete."""
+
+    def __init__(self, source: Tensor) -> None:
+        self._source, self._expected = source, source.clone()
+
+    def __call__(self) -> None:
+        assert torch.equal(_bytes_of(self._source), _bytes_of(self._expected)), "a slab was overwritten during a copy"
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """The memory of a tensor without gaps."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+class SimulatedStreams:
+    """The streams of a simulated device, whose memory is that of the CPU."""
+
+    is_synchronous = False
+
+    def __init__(
+        self, seed: int, times: SimulatedTimes | None = None, fault: SimulatedDeviceFault | None = None
+    ) -> None:
+        times, rng = times or SimulatedTimes(), random.Random(f"device {seed}")
+        self.device = torch.device("cpu")
+        draw_compute, draw_copy = (lambda: rng.uniform(*times.compute)), (lambda: rng.uniform(*times.copy))
+        common = draw_compute, draw_copy, fault or SimulatedDeviceFault()
+        streams = (
+            SimulatedStream(*common, computes=True),
+            SimulatedStream(*common, computes=False),
+            _ToDeviceStream(*common, computes=False),
+        )
+        self._streams = streams
+        self.compute: DeviceStream = streams[0]
+        self.to_host: DeviceStream = streams[1]
+        self.to_device: DeviceStream = streams[2]
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether everything that was queued on the device is complete."""
+        return all(stream.is_idle for stream in self._streams)
+
+    def host_memory(self, size: int) -> memoryview:
+        return memoryview(bytearray(size))
+
+    def empty(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype)
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class SimulatedDevice:
+    """The simulated devices of a cluster."""
+
+    seed: int = 0
+    times: SimulatedTimes | None = None
+    faults: Mapping[int, SimulatedDeviceFault] = field(default_factory=dict)
+    """By worker."""
+    slab_bytes: int = 1 << 40
+    """The cap of each worker's pool of slabs."""
+    opened: list[DeviceCopies] = field(default_factory=list)
+    """One for each worker, in the order of their start."""
+
+    def open_for(self, worker: int) -> Callable[[torch.device, int], DeviceCopies]:
+        """What opens the device of a worker."""
+
+        def open_simulated(device: torch.device, workers_per_node: int) -> DeviceCopies:
+            del device, workers_per_node
+            streams = SimulatedStreams(1000 * self.seed + worker, self.times, self.faults.get(worker))
+            self.opened.append(DeviceCopies(streams, self.slab_bytes, _CHUNK_BYTES))
+            return self.opened[-1]
+
+        return open_simulated

@@ -1,0 +1,161 @@
+"""Kill a node between the launch of an action on its device and the completion: the result must be the same.
+
+Devices are simulated: work completes later, at times drawn from a seed, so that every halt finds actions under way on
+the survivors, too. All moments of 2 x 2 and of 2 x 3 are covered, each schedule and strategy runs a part of them; with
+EVERY_MOMENT=1 in the environment each runs all.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.cached_runs import cached_setup, reference_result
+from tests.testing.test_kill_at_every_action import STEP, moments, prepared_setup, sweep_job
+
+from culm.cluster.run_setup import RunSetup
+from culm.device.simulated_streams import SimulatedDevice, SimulatedDeviceFault, SimulatedStreams
+from culm.runtime.compute import grad_accumulator
+from culm.runtime.train_loop import TrainLoop
+from culm.runtime.worker_state import WorkerState
+from culm.schedule import Action, Kind
+from culm.testing import Faults
+from culm.testing.simulated_cluster import SimulatedRun
+from culm.testing.survival_check import run_and_compare
+
+CASES = [(strategy, schedule) for strategy in ("reroute", "shadow") for schedule in ("1f1b", "zb")]
+SMALL_POOL = 4096
+"""Bytes: each output is evicted as soon as it was sent."""
+
+
+@pytest.fixture(autouse=True)
+def _checks_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exact sums are checked as on a GPU: on the device, and read once per step."""
+    monkeypatch.setattr(grad_accumulator, "defers_checks", lambda device: True)
+
+
+@pytest.fixture
+def halts(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each halt of a worker: whether its device was busy. Checks that it is idle when the worker reports."""
+    busy: list[bool] = []
+    drain, inventory = TrainLoop.drain, WorkerState.inventory
+
+    async def noted_drain(self: TrainLoop) -> None:
+        busy.append(not _is_idle(self._state))
+        await drain(self)
+
+    def checked_inventory(self: WorkerState) -> object:
+        assert _is_idle(self), "the device still works when the inventory is reported"
+        return inventory(self)
+
+    monkeypatch.setattr(TrainLoop, "drain", noted_drain)
+    monkeypatch.setattr(WorkerState, "inventory", checked_inventory)
+    return busy
+
+
+def _is_idle(state: WorkerState) -> bool:
+    assert isinstance(state.copies.streams, SimulatedStreams)
+    return state.copies.streams.is_idle
+
+
+def run(setup: RunSetup, faults: Faults, device: SimulatedDevice, *, exact: bool = True) -> SimulatedRun:
+    job = sweep_job(exact)
+    found = run_and_compare(job, setup, faults, device.seed, reference_result(job), device=device)
+    assert not found.unstruck_faults(faults)
+    return found
+
+
+def launches_and_completions(setup: RunSetup, node: int) -> Iterator[str]:
+    """The moments of a node: after the launch of an action and, where other moments follow, after its completion."""
+    for at in moments(setup, node):
+        if at != "commit" and Action.parse(at.removesuffix("+")).kind not in (Kind.R, Kind.S):
+            yield f"launch {at}"
+        yield at
+
+
+@pytest.mark.parametrize(("pipelines", "stages"), [(2, 2), (2, 3)])
+@pytest.mark.parametrize(("strategy", "schedule"), CASES)
+def test_a_node_killed_between_launch_and_completion_changes_no_bit(
+    strategy: str, schedule: str, pipelines: int, stages: int, halts: list[bool]
+) -> None:
+    setup = prepared_setup(pipelines, stages, schedule, strategy, True)
+    cases = [(node, at) for node in range(pipelines * stages) for at in launches_and_completions(setup, node)]
+    every = 1 if os.environ.get("EVERY_MOMENT") else 2 * len(CASES)
+    for number, (node, at) in list(enumerate(cases))[CASES.index((strategy, schedule)) % every :: every]:
+        run(setup, Faults().kill(node, at=at, step=STEP), SimulatedDevice(seed=number))
+    assert sum(halts) > len(halts) / 10, "the halts of this sweep should find work under way"
+
+
+def test_sums_that_are_not_exact_survive_too(halts: list[bool]) -> None:
+    setup = prepared_setup(2, 2, "zb", "reroute", False)
+    for node, at in ((0, "launch 0F1"), (1, "launch 1W0"), (3, "launch 1I2")):
+        run(setup, Faults().kill(node, at=at, step=0), SimulatedDevice(seed=node), exact=False)
+    assert any(halts)
+
+
+@pytest.mark.parametrize("strategy", ["reroute", "shadow"])
+def test_outputs_evicted_for_lack_of_memory_are_computed_again(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    evicted = 0
+    evict = WorkerState.evict_oldest_output
+
+    def counted(self: WorkerState, first_step: int) -> bool:
+        nonlocal evicted
+        found = evict(self, first_step)
+        evicted += found
+        return found
+
+    monkeypatch.setattr(WorkerState, "evict_oldest_output", counted)
+    setup = prepared_setup(2, 2, "1f1b", strategy, True)
+    for number, at in enumerate(("launch 0F1", "0B1", "0R")):
+        run(setup, Faults().kill(0, at=at, step=STEP), SimulatedDevice(seed=number, slab_bytes=SMALL_POOL))
+    assert evicted
+
+
+@pytest.mark.parametrize("strategy", ["none", "checkpoint", "drop", "shadow-lazy", "migrate", "templates"])
+def test_other_strategies_train_the_same_on_a_device(strategy: str, tmp_path: Path) -> None:
+    setup = cached_setup(sweep_job(True), pipelines=2, stages=2, strategy=strategy, out=str(tmp_path / "run"))
+    run(setup, Faults(), SimulatedDevice(seed=7))
+
+
+def test_a_device_that_reports_an_error_loses_its_node_and_not_the_run() -> None:
+    device = SimulatedDevice(seed=1, faults={2: SimulatedDeviceFault(at=0.9)})
+    found = run(prepared_setup(2, 2, "1f1b", "reroute", True), Faults(), device)
+    assert found.summary["preemptions"] == 1
+    assert "the simulated device reported an error" in str(found.history)
+
+
+def test_a_device_that_hangs_loses_its_node_and_not_the_run() -> None:
+    """The leader notices that no action completes: launched actions do not count as progress."""
+    device = SimulatedDevice(seed=1, faults={2: SimulatedDeviceFault(at=0.9, hangs=True)})
+    found = run(prepared_setup(2, 2, "1f1b", "reroute", True), Faults(), device)
+    assert found.summary["preemptions"] == 1
+
+
+def test_a_notice_hands_over_what_the_device_has_computed() -> None:
+    setup = prepared_setup(2, 2, "1f1b", "reroute", True)
+    found = run(setup, Faults().warn(1, at="1B0", step=STEP, seconds=30), SimulatedDevice(seed=3))
+    assert [each["redone_actions"] for each in found.summary["recoveries"]] == [0]
+
+
+def test_at_most_two_actions_are_launched_beyond_what_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    from culm.runtime.launched_actions import MAX_LAUNCHED, LaunchedAction, LaunchedActions
+
+    depths: list[int] = []
+    add = LaunchedActions.add
+
+    def counted(self: LaunchedActions, action: LaunchedAction) -> None:
+        add(self, action)
+        depths.append(len(self._launched))
+
+    monkeypatch.setattr(LaunchedActions, "add", counted)
+    run(prepared_setup(2, 2, "zb", "reroute", True), Faults(), SimulatedDevice(seed=1))
+    assert max(depths) == MAX_LAUNCHED == 2
+
+
+def test_an_exception_with_work_under_way_is_repeated_elsewhere(halts: list[bool]) -> None:
+    setup = prepared_setup(2, 2, "1f1b", "reroute", True)
+    for number, at in enumerate(("1F1", "1B0")):
+        run(setup, Faults().fail(1, at=at, step=STEP), SimulatedDevice(seed=number))
+    assert any(halts)
