@@ -1,16 +1,15 @@
 from __future__ import annotations
 
 import pytest
-
-from .sides import MEMORY, SOCKETS, Side
+from tests.transport.transport_variants import ENCRYPTED, MEMORY, SOCKETS, TransportVariant
 
 
 @pytest.fixture(autouse=True)
-def quiet(one_thread: None) -> None:
+def single_thread(one_thread: None) -> None:
     """Tensors here are small: every test runs with one thread."""
 
 
-@pytest.fixture(params=[MEMORY, SOCKETS], ids=lambda side: side.name)
-def side(request: pytest.FixtureRequest) -> Side:
-    found: Side = request.param
+@pytest.fixture(params=[MEMORY, SOCKETS, ENCRYPTED], ids=lambda side: side.name)
+def variant(request: pytest.FixtureRequest) -> TransportVariant:
+    found: TransportVariant = request.param
     return found

@@ -1,4 +1,4 @@
-"""The mailbox: frames and waits meet, across threads and at bad moments, and none is lost."""
+"""The mailbox matches frames and waits, across threads and under cancellation, and loses no frame."""
 
 from __future__ import annotations
 
@@ -9,41 +9,40 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.transport.transport_variants import frame_key, run_with_timeout
 
 from culm.errors import EpochClosed
 from culm.testing import run_virtual
-from culm.transport.base import Mailbox
-
-from .sides import key, patiently
+from culm.transport.frames.mailbox import Mailbox
 
 FRAME = (torch.ones(1),)
 
 
 def in_a_thread(mailbox: Mailbox) -> None:
-    thread = threading.Thread(target=mailbox.put, args=(key(), FRAME))
+    thread = threading.Thread(target=mailbox.put, args=(frame_key(), FRAME))
     thread.start()
     thread.join()
 
 
-def test_a_frame_from_another_thread_wakes_who_waits() -> None:
+def test_a_frame_from_another_thread_wakes_the_waiter() -> None:
     async def main() -> None:
         mailbox = Mailbox()
-        waiting = asyncio.create_task(mailbox.get(key()))
+        waiting = asyncio.create_task(mailbox.get(frame_key()))
         await asyncio.sleep(0)
         in_a_thread(mailbox)
         assert await waiting == FRAME
 
-    patiently(main())
+    run_with_timeout(main())
 
 
 def test_a_frame_survives_a_wait_that_was_cancelled_before_it_came() -> None:
     async def main() -> None:
         mailbox = Mailbox()
-        waiting = asyncio.create_task(mailbox.get(key()))
+        waiting = asyncio.create_task(mailbox.get(frame_key()))
         await asyncio.sleep(0)
         waiting.cancel()
-        mailbox.put(key(), FRAME)
-        assert await mailbox.get(key()) == FRAME
+        mailbox.put(frame_key(), FRAME)
+        assert await mailbox.get(frame_key()) == FRAME
         await asyncio.wait([waiting])
         assert waiting.cancelled()
 
@@ -53,11 +52,11 @@ def test_a_frame_survives_a_wait_that_was_cancelled_before_it_came() -> None:
 def test_a_frame_survives_a_wait_that_was_cancelled_after_it_came() -> None:
     async def main() -> None:
         mailbox = Mailbox()
-        waiting = asyncio.create_task(mailbox.get(key()))
+        waiting = asyncio.create_task(mailbox.get(frame_key()))
         await asyncio.sleep(0)
-        mailbox.put(key(), FRAME)
+        mailbox.put(frame_key(), FRAME)
         waiting.cancel()
-        assert await mailbox.get(key()) == FRAME
+        assert await mailbox.get(frame_key()) == FRAME
         assert waiting.cancelled()
 
     run_virtual(main())
@@ -66,37 +65,37 @@ def test_a_frame_survives_a_wait_that_was_cancelled_after_it_came() -> None:
 def test_a_frame_survives_a_wait_that_was_cancelled_while_it_changed_threads() -> None:
     async def main() -> None:
         mailbox = Mailbox()
-        waiting = asyncio.create_task(mailbox.get(key()))
+        waiting = asyncio.create_task(mailbox.get(frame_key()))
         await asyncio.sleep(0)
         in_a_thread(mailbox)
         waiting.cancel()
-        assert await mailbox.get(key()) == FRAME
+        assert await mailbox.get(frame_key()) == FRAME
 
-    patiently(main())
+    run_with_timeout(main())
 
 
-def test_a_frame_that_comes_when_nobody_is_left_breaks_nothing() -> None:
+def test_a_frame_that_arrives_after_the_loop_is_closed_is_harmless() -> None:
     boxes: list[Mailbox] = []
 
     async def main() -> None:
         boxes.append(Mailbox())
-        boxes[0]._waiting[key()] = asyncio.get_running_loop().create_future()
+        boxes[0]._waiters[frame_key()] = asyncio.get_running_loop().create_future()
 
     asyncio.run(main())
-    boxes[0].put(key(), FRAME)  # the loop is closed: a pump may be a moment behind
+    boxes[0].put(frame_key(), FRAME)  # the loop is closed: the I/O thread may be a moment behind
 
 
-def test_a_cancelled_wait_of_a_closed_epoch_brings_nothing_back() -> None:
+def test_a_cancelled_wait_of_a_closed_epoch_stores_nothing() -> None:
     async def main() -> None:
         mailbox = Mailbox()
-        waiting = asyncio.create_task(mailbox.get(key(epoch=1)))
+        waiting = asyncio.create_task(mailbox.get(frame_key(epoch=1)))
         await asyncio.sleep(0)
-        mailbox.put(key(epoch=1), FRAME)
+        mailbox.put(frame_key(epoch=1), FRAME)
         waiting.cancel()
         mailbox.close_epochs(2)
         await asyncio.gather(waiting, return_exceptions=True)
         with pytest.raises(EpochClosed):
-            await mailbox.get(key(epoch=1))
+            await mailbox.get(frame_key(epoch=1))
 
     run_virtual(main())
 
@@ -104,8 +103,8 @@ def test_a_cancelled_wait_of_a_closed_epoch_brings_nothing_back() -> None:
 @given(
     st.lists(st.tuples(st.sampled_from(["put", "get", "cancel", "close"]), st.integers(0, 3), st.booleans())),
 )
-def test_every_frame_is_got_once_or_still_there_or_of_a_closed_epoch(moves: list[tuple[str, int, bool]]) -> None:
-    """Keys are (epoch n, frame n); each may be put once and waited for by one at a time; whatever the order."""
+def test_every_frame_is_received_once_or_stored_or_of_a_closed_epoch(moves: list[tuple[str, int, bool]]) -> None:
+    """Keys are (epoch n, frame n); each is put once, and has one waiter at a time; in any order."""
 
     async def main() -> None:
         mailbox = Mailbox()
@@ -115,14 +114,14 @@ def test_every_frame_is_got_once_or_still_there_or_of_a_closed_epoch(moves: list
         floor = 0
 
         async def get(number: int) -> None:
-            (found,) = await mailbox.get(key(epoch=number))
+            (found,) = await mailbox.get(frame_key(epoch=number))
             assert found is not None
             got.append(int(found))
 
         for move, number, rest in moves:
             if move == "put" and number not in put:
                 put.add(number)
-                mailbox.put(key(epoch=number), (torch.tensor(number),))
+                mailbox.put(frame_key(epoch=number), (torch.tensor(number),))
             elif move == "get" and (number not in waits or waits[number].done()):
                 waits[number] = asyncio.create_task(get(number))
             elif move == "cancel" and number in waits:
@@ -135,7 +134,7 @@ def test_every_frame_is_got_once_or_still_there_or_of_a_closed_epoch(moves: list
         for wait in waits.values():
             wait.cancel()
         await asyncio.gather(*waits.values(), return_exceptions=True)
-        left = {number for number in put if mailbox.take(key(epoch=number)) is not None}
+        left = {number for number in put if mailbox.take(frame_key(epoch=number)) is not None}
         assert len(got) == len(set(got))
         assert not left & set(got)
         assert {n for n in put if n >= floor} <= left | set(got)

@@ -1,0 +1,336 @@
+"""The wire format of frames and control messages.
+
+    prefix   12 bytes: length of the header (4), its checksum (8)
+    header   msgpack: ("f", epoch, step, name, checksum of the payload,
+                       [(dtype, shape, strides, requires_grad) or nil, ...]),
+                       and for a frame in shared memory (chunk, offset, number) instead of a payload,
+             ("l", message), ("r", epoch, step, name): send this frame again,
+             ("m", ...): a chunk of shared memory (ChunkAnnouncement), ("o", chunk, process): it is mapped,
+             ("a", number, ...): the receiver has dropped these frames of shared memory
+    payload  the bytes of each tensor as they lie in memory, in order
+
+Checksums are XXH3 (64 bit). A damaged payload is requested again: its header says which frame it is. A damaged prefix
+or header breaks the connection, because the position of the next frame is unknown.
+
+Strides are sent because they decide in which order kernels sum: a tensor that was transposed, or in channels-last
+format, must arrive as such, or the receiver would compute other bits than one process would.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import msgspec
+import xxhash
+
+from culm.errors import RunError
+from culm.transport.interface import FrameKey, FrameMemory
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+PREFIX = struct.Struct("<IQ")
+MAX_HEADER_BYTES = 64 << 20
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder().decode
+
+
+@cache
+def _dtypes_by_name() -> dict[str, torch.dtype]:
+    """The supported types by name. Torch is imported when the first tensor is sent: launchers only send messages."""
+    import torch
+
+    kinds = (
+        torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
+        torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
+        torch.bool, torch.complex32, torch.complex64, torch.complex128,
+    )  # fmt: skip
+    return {str(kind).removeprefix("torch."): kind for kind in kinds}
+
+
+@cache
+def _names_by_dtype() -> dict[torch.dtype, str]:
+    return {kind: name for name, kind in _dtypes_by_name().items()}
+
+
+class ChunkAnnouncement(NamedTuple):
+    """Where a receiver finds a chunk of a sender's memory."""
+
+    chunk: int
+    process: int
+    descriptor: int
+    size: int
+    token: bytes
+    """The first bytes of the chunk: a process of another namespace with the same number is not mistaken for it."""
+
+
+class SharedPlace(NamedTuple):
+    """Where the tensors of a frame lie, one after the other."""
+
+    chunk: int
+    offset: int
+    frame: int
+    """Number of the frame, unique for the sender."""
+
+
+class EncodedFrame(NamedTuple):
+    """A frame before it is decided how its payload travels."""
+
+    key: FrameKey
+    checksum: int
+    descriptions: list[Any]
+    payload: list[memoryview]
+
+    def buffers(self) -> list[memoryview]:
+        """Header and payload."""
+        return [_with_prefix(_encode(("f", *self.key, self.checksum, self.descriptions))), *self.payload]
+
+    def header_for(self, place: SharedPlace) -> list[memoryview]:
+        """The header alone, for a payload in shared memory."""
+        return [_with_prefix(_encode(("f", *self.key, self.checksum, self.descriptions, place)))]
+
+
+def encode_frame(key: FrameKey, tensors: Sequence[Tensor | None]) -> EncodedFrame:
+    """A frame. Tensors without gaps in host memory are not copied.
+
+    Raises RunError for a tensor that has no bytes of its own (sparse, quantized, meta).
+    """
+    descriptions: list[Any] = []
+    payload: list[memoryview] = []
+    for tensor in tensors:
+        if tensor is None:
+            descriptions.append(None)
+            continue
+        gapless = to_gapless_cpu(tensor)
+        descriptions.append(
+            (_names_by_dtype()[gapless.dtype], tuple(gapless.shape), gapless.stride(), tensor.requires_grad)
+        )
+        if gapless.numel():
+            payload.append(tensor_bytes(gapless))
+    return EncodedFrame(key, checksum(payload), descriptions, payload)
+
+
+def checksum(buffers: Iterable[memoryview]) -> int:
+    """The checksum of consecutive buffers."""
+    digest = xxhash.xxh3_64()
+    for buffer in buffers:
+        digest.update(buffer)
+    return digest.intdigest()
+
+
+def is_unchanged(buffers: Sequence[memoryview]) -> bool:
+    """Whether the tensors of an encoded frame still have the values that they had when it was encoded."""
+    fields = _decode(buffers[0][PREFIX.size :])
+    return checksum(buffers[1:]) == int(fields[4])
+
+
+def encode_resend_request(key: FrameKey) -> list[memoryview]:
+    """The buffers of a request to send a frame again."""
+    return [_with_prefix(_encode(("r", *key)))]
+
+
+def encode_announcement(announced: ChunkAnnouncement) -> list[memoryview]:
+    """The buffers of the announcement of a chunk."""
+    return [_with_prefix(_encode(("m", *announced)))]
+
+
+def encode_confirmation(chunk: int, process: int) -> list[memoryview]:
+    """The buffers of the message that this process has mapped a chunk."""
+    return [_with_prefix(_encode(("o", chunk, process)))]
+
+
+def encode_acknowledgement(numbers: Sequence[int]) -> list[memoryview]:
+    """The buffers of the acknowledgement of frames in shared memory."""
+    return [_with_prefix(_encode(("a", *numbers)))]
+
+
+class ChunkConfirmation(NamedTuple):
+    """A receiver has mapped a chunk."""
+
+    chunk: int
+    process: int
+
+
+class Acknowledgement(NamedTuple):
+    """A receiver has dropped frames in shared memory."""
+
+    numbers: tuple[int, ...]
+
+
+class ResendRequest(NamedTuple):
+    """A receiver got a frame damaged and asks for it again."""
+
+    key: FrameKey
+
+
+class FrameHeader(NamedTuple):
+    """A frame whose payload follows, or lies in shared memory."""
+
+    key: FrameKey
+    tensors: list[Tensor | None]
+    """Uninitialised, unless they lie in shared memory."""
+    requires_grad: list[bool]
+    checksum: int
+    is_shared: bool
+
+
+TransportMessage: TypeAlias = ResendRequest | ChunkAnnouncement | ChunkConfirmation | Acknowledgement
+"""What one transport tells another."""
+Header: TypeAlias = FrameHeader | TransportMessage | bytes
+"""What follows a prefix; bytes: a control message."""
+FindShared: TypeAlias = "Callable[[SharedPlace, list[Tensor]], list[Tensor]]"
+"""Returns the tensors like these ones (on the device "meta") at a place in shared memory. Raises ValueError."""
+
+
+def encode_message(body: bytes) -> list[memoryview]:
+    """The buffers of a control message. Raises RunError for one that is too long for a receiver."""
+    return [_with_prefix(_encode(("l", body)))]
+
+
+def decode_prefix(prefix: bytes | bytearray) -> tuple[int, int]:
+    """(length, checksum) of the header. Raises ValueError for a header that is too long."""
+    length, digest = PREFIX.unpack(prefix)
+    if length > MAX_HEADER_BYTES:
+        raise ValueError("the header is too long")
+    return length, digest
+
+
+def _with_prefix(header: bytes) -> memoryview:
+    if len(header) > MAX_HEADER_BYTES:
+        raise RunError(f"a message of {len(header)} bytes is longer than {MAX_HEADER_BYTES}: send tensors as tensors")
+    return memoryview(PREFIX.pack(len(header), xxhash.xxh3_64_intdigest(header)) + header)
+
+
+def to_gapless_cpu(tensor: Tensor) -> Tensor:
+    """The tensor in host memory without gaps, with the order of its axes kept. Returns the tensor itself if possible.
+
+    Raises RunError for a tensor that has no bytes of its own (sparse, quantized, meta).
+    """
+    import torch
+
+    if tensor.dtype not in _names_by_dtype() or tensor.layout is not torch.strided or tensor.is_meta:
+        raise RunError(
+            f"a tensor of {tensor.dtype}, {tensor.layout} on {tensor.device} cannot be sent: "
+            "layers must pass dense tensors to each other"
+        )
+    local = tensor.detach().cpu()
+    if local.is_complex() or local.is_neg():
+        local = local.resolve_conj().resolve_neg()  # lazy conjugation and negation are not in the bytes
+    return local if _is_gapless(local) else local.contiguous()
+
+
+def _is_gapless(tensor: Tensor) -> bool:
+    """Whether every byte between the first and the last belongs to the tensor."""
+    if tensor.is_contiguous():
+        return True
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.permute(order).is_contiguous()
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a tensor without gaps, for reading and writing."""
+    import torch
+
+    flat = tensor.as_strided((tensor.numel(),), (1,))
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def check_header(header: bytes | bytearray, digest: int) -> None:
+    """Raises DamagedHeader for a header without this checksum."""
+    if xxhash.xxh3_64_intdigest(header) != digest:
+        raise DamagedHeader("the checksum of a header does not match")
+
+
+def decode_header(
+    header: bytes | bytearray, allocate: FrameMemory | None = None, find_shared: FindShared | None = None
+) -> Header:
+    """The header of a frame, the body of a control message, or a message between transports.
+
+    `allocate` returns the memory of a large frame, see Transport.set_frame_memory. Raises ValueError for anything else,
+    and for tensors that do not fit into memory.
+    """
+    try:
+        kind, *fields = _decode(header)
+        if kind == "l" and isinstance(fields[0], bytes):
+            return fields[0]
+        if kind == "m":
+            chunk, process, descriptor, size, token = fields
+            return ChunkAnnouncement(int(chunk), int(process), int(descriptor), int(size), bytes(token))
+        if kind == "o":
+            return ChunkConfirmation(int(fields[0]), int(fields[1]))
+        if kind == "a":
+            return Acknowledgement(tuple(map(int, fields)))
+        key = FrameKey(int(fields[0]), int(fields[1]), str(fields[2]))
+        if kind == "r":
+            return ResendRequest(key)
+        payload_digest, descriptions, *places = fields[3:]
+        requires_grad = [d is not None and bool(d[3]) for d in descriptions]
+        if places:
+            chunk, offset, number = places[0]
+            if find_shared is None:
+                raise ValueError("a frame in memory that is not shared")
+            found = find_shared(SharedPlace(int(chunk), int(offset), int(number)), _described(descriptions))
+        else:
+            found = _allocate_tensors(descriptions, allocate)
+        tensors = _with_gaps(found, descriptions)
+        return FrameHeader(key, tensors, requires_grad, int(payload_digest), is_shared=bool(places))
+    except (msgspec.MsgspecError, RuntimeError, LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"not a frame: {error}") from None
+
+
+class DamagedHeader(ValueError):
+    """A header is not as it was sent."""
+
+
+_MIN_ALLOCATED_BYTES = 64 << 10
+"""Smaller frames are received in ordinary memory: copying them takes no time."""
+
+
+def _allocate_tensors(descriptions: Sequence[Any], allocate: FrameMemory | None) -> list[Tensor]:
+    """Uninitialised tensors, to be read into."""
+    if allocate is not None:
+        found = allocate_large(_described(descriptions), allocate)
+        if found is not None:
+            return found
+    return [_allocate_tensor(*each[:3]) for each in descriptions if each is not None]
+
+
+def allocate_large(like: list[Tensor], allocate: FrameMemory) -> list[Tensor] | None:
+    """Memory of `allocate`, if the tensors are large enough."""
+    return allocate(like) if sum(tensor.nbytes for tensor in like) >= _MIN_ALLOCATED_BYTES else None
+
+
+def copy_into(allocate: FrameMemory, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Copies in memory of `allocate`, or the same tensors if it has none."""
+    found = allocate_large([tensor for tensor in tensors if tensor is not None], allocate)
+    if found is None:
+        return list(tensors)
+    copies = _with_gaps(found, tensors)
+    for copy, tensor in zip(copies, tensors, strict=True):
+        if copy is not None and tensor is not None:
+            copy.copy_(tensor)
+    return copies
+
+
+def _described(descriptions: Sequence[Any]) -> list[Tensor]:
+    return [_allocate_tensor(*each[:3], device="meta") for each in descriptions if each is not None]
+
+
+def _with_gaps(tensors: Iterable[Tensor], descriptions: Sequence[Any]) -> list[Tensor | None]:
+    """The tensors, and None where there is none."""
+    found = iter(tensors)
+    return [None if each is None else next(found) for each in descriptions]
+
+
+def _allocate_tensor(kind: str, shape: Sequence[int], strides: Sequence[int], *, device: str = "cpu") -> Tensor:
+    """An uninitialised tensor."""
+    import torch
+
+    tensor = torch.empty_strided(shape, strides, dtype=_dtypes_by_name()[kind], device=device)
+    if tensor.untyped_storage().nbytes() != tensor.nbytes:
+        raise ValueError(f"a tensor of shape {shape} with gaps: strides {strides}")
+    return tensor
