@@ -1,8 +1,12 @@
-"""Time as a parameter."""
+"""The clock interface: time is a parameter, so that a simulation can replace it."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import contextvars
+import functools
+import threading
 import time
 from collections.abc import Callable
 from typing import ParamSpec, Protocol, TypeVar
@@ -12,50 +16,61 @@ T = TypeVar("T")
 
 
 class Clock(Protocol):
-    """Seconds that only grow. Real: the machine's. Simulated: virtual, and it jumps when nobody has anything to do."""
+    """Monotonic seconds. RealClock uses the machine's clock. A simulated clock is virtual: it jumps forward when no
+    coroutine can run."""
 
     def now(self) -> float:
-        """Seconds since some moment, the same for all nodes of a run."""
+        """Seconds since a fixed moment that is the same for all nodes of a run."""
 
     async def sleep(self, seconds: float) -> None:
-        """Wait."""
+        """Wait for some seconds."""
 
-    async def work(self, node: int, step: int, action: str) -> None:
-        """Called after each action, before anybody hears of it: here a simulated action takes its time, and faults
-        strike. Real work has taken its time already."""
+    async def after_action(self, node: int, step: int, action: str) -> None:
+        """Called after each action, before its result is sent. A simulated action takes its time here, and faults are
+        injected here. Real work has taken its time already."""
 
-    async def aside(self, slow: Callable[A, T], *args: A.args, **kwargs: A.kwargs) -> T:
-        """Run a slow call (of a disk, or that builds layers) without holding anybody up."""
+    def during_action(self, node: int, step: int, action: str) -> None:
+        """Called inside each action, when it has computed and nothing is counted yet. A simulated error is raised
+        here."""
 
-    def struck_at(self, node: int) -> float | None:
-        """When a node was struck on purpose; None: it was not, or nobody here knows when."""
+    async def run_in_thread(self, function: Callable[A, T], *args: A.args, **kwargs: A.kwargs) -> T:
+        """Run a slow function (disk access, building layers) in a thread, without blocking the event loop."""
+
+    def killed_at(self, node: int) -> float | None:
+        """When a node was killed by an injected fault; None: it was not, or the time is not known here."""
 
 
-class Blows(Protocol):
-    """What strikes the process of a RealClock on purpose."""
+class InjectedError(Exception):
+    """An error that a simulated clock raises inside an action. Its message counts as its location in the code."""
 
-    def reached(self, node: int, step: int, action: str) -> None:
-        """An action is done and nobody has heard of it yet. Does not return if this is its process's last moment."""
 
-    def struck_at(self, node: int) -> float | None:
+class FaultInjector(Protocol):
+    """Injects faults into the process of a RealClock."""
+
+    def on_action_done(self, node: int, step: int, action: str) -> None:
+        """An action is done and its result was not sent yet. Does not return if the process is killed at this
+        action."""
+
+    def killed_at(self, node: int) -> float | None:
         """See Clock."""
 
 
-_EPOCH = time.time() - time.monotonic()
-"""When this machine's monotonic clock was at zero. Looked at once: a clock that is set anew moves nothing."""
+_MONOTONIC_ZERO = time.time() - time.monotonic()
+"""The time at which this machine's monotonic clock was zero. Read once: setting the system clock later has no
+effect."""
 
 
 def real_now() -> float:
-    """Seconds since 1970 that only grow. What workers say of when they were done, and a leader's record, are read on
-    other machines: seconds since a machine was started would mean nothing there."""
-    return _EPOCH + time.monotonic()
+    """Monotonic seconds since 1970. Times of step reports and of the leader's record are read on other machines, where
+    seconds since the start of this machine would mean nothing."""
+    return _MONOTONIC_ZERO + time.monotonic()
 
 
 class RealClock:
-    """The machine's monotonic clock, counted from where all machines agree, as far as their clocks do."""
+    """The machine's monotonic clock, counted from 1970 as all machines do, as far as their system clocks agree."""
 
-    def __init__(self, blows: Blows | None = None) -> None:
-        self._blows = blows
+    def __init__(self, faults: FaultInjector | None = None) -> None:
+        self._faults = faults
 
     def now(self) -> float:
         return real_now()
@@ -63,12 +78,44 @@ class RealClock:
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
 
-    async def work(self, node: int, step: int, action: str) -> None:
-        if self._blows is not None:
-            self._blows.reached(node, step, action)
+    async def after_action(self, node: int, step: int, action: str) -> None:
+        if self._faults is not None:
+            self._faults.on_action_done(node, step, action)
 
-    async def aside(self, slow: Callable[A, T], *args: A.args, **kwargs: A.kwargs) -> T:
-        return await asyncio.to_thread(slow, *args, **kwargs)
+    def during_action(self, node: int, step: int, action: str) -> None:
+        """Nothing: real errors come from the code of the action."""
 
-    def struck_at(self, node: int) -> float | None:
-        return None if self._blows is None else self._blows.struck_at(node)
+    async def run_in_thread(self, function: Callable[A, T], *args: A.args, **kwargs: A.kwargs) -> T:
+        context = contextvars.copy_context()
+        return await _run_in_daemon_thread(functools.partial(context.run, function, *args, **kwargs))
+
+    def killed_at(self, node: int) -> float | None:
+        return None if self._faults is None else self._faults.killed_at(node)
+
+
+def _run_in_daemon_thread(call: Callable[[], T]) -> asyncio.Future[T]:
+    """Call a function in a thread of its own. The process can end while the call hangs, for example on a stalled mount;
+    threads of asyncio's executor would be joined first."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def run() -> None:
+        try:
+            settle = functools.partial(_set_result, future, call())
+        except BaseException as error:
+            settle = functools.partial(_set_exception, future, error)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends
+            loop.call_soon_threadsafe(settle)
+
+    threading.Thread(target=run, name="culm-call", daemon=True).start()
+    return future
+
+
+def _set_result(future: asyncio.Future[T], result: T) -> None:
+    if not future.done():  # it may have been cancelled
+        future.set_result(result)
+
+
+def _set_exception(future: asyncio.Future[T], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)

@@ -1,7 +1,7 @@
 """The interpreter of plans: one loop for all schedules.
 
-A worker's list is compiled once an epoch (program). Then each step walks it. Frames are received ahead, so the loop
-waits only where the schedule has a bubble.
+A worker's list of actions is compiled once per epoch (`compiled_ops`); each step runs the compiled list. Frames are
+received in the background, so the loop waits only where the schedule has a bubble.
 """
 
 from __future__ import annotations
@@ -11,217 +11,282 @@ import collections
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
-from culm.plan.recover import Wiring
-from culm.runtime.data import Supply, Values
-from culm.runtime.program import Op, compiled
-from culm.runtime.summing import Summing
-from culm.schedule import Kind, Plan
-from culm.transport.base import Key, Tensors
+from culm.runtime.compiled_ops import CompiledOp, compile_ops
+from culm.runtime.compute.batch_loading import (
+    NO_SAMPLES,
+    Activations,
+    MicroBatchPrefetcher,
+    SampleDigests,
+    expected_samples,
+)
+from culm.runtime.launched_actions import LaunchedAction
+from culm.schedule import Kind
+from culm.schedule.action import WEIGHT_GRAD_KINDS
+from culm.transport.interface import FrameKey, Tensors
 
 if TYPE_CHECKING:
-    from culm.job import Job
-    from culm.runtime.clock import Clock
-    from culm.runtime.desk import Desk
-    from culm.runtime.epoch import Epoch
-    from culm.runtime.estate import Inheritance
-    from culm.runtime.segment import Segment
-    from culm.runtime.shadow import Shadows
-    from culm.transport.base import Transport
+    from culm.runtime.compute.segment import Segment
+    from culm.runtime.epoch_context import EpochContext
+    from culm.runtime.grad_reduce import SegmentGradientReducer
+    from culm.runtime.shadow_replicas import ShadowReplicas
+    from culm.transport.interface import FrameSource
 
-_WAITS = 6
-"""How many steps back a wait is looked at: a bubble that was too short once is left alone for so long."""
+_WAIT_HISTORY_STEPS = 6
+"""Number of past steps whose waits are remembered per frame. A bubble that was too short once is not used for that
+many steps."""
 _YIELD_S = 0.02
-"""How long the loop may run without letting letters in."""
+"""Longest time that the loop runs without yielding to the event loop, which delivers control messages."""
 
 
 class Executor:
-    """Runs the steps of one epoch on one worker."""
+    """Runs the actions of one epoch on one worker, and hands each reduce to the gradient reducer."""
 
-    def __init__(self, job: Job, epoch: Epoch, slot: int, desk: Desk, transport: Transport, clock: Clock) -> None:
-        self.job, self.epoch, self.slot, self.desk = job, epoch, slot, desk
-        self.transport, self.clock = transport, clock
-        member = epoch.members[slot]
-        assert member is not None
-        self.node = member.node
-        self.plan = Plan.from_text(epoch.plan)
-        self.segments = self._run_here(self.plan.stages_of(slot))
-        self.program = compiled(self.plan, epoch, slot, self.segments)
-        self._shared = {g for g in range(self.plan.segments) if epoch.shadows or len(self.runners(g)) > 1}
-        """Segments whose layers others hold, too."""
-        self.supply = Supply(job, desk.device, clock, _fed(self.program))
-        self.summing = Summing(epoch, slot, self.plan, desk, transport, clock)
-        self.wiring = Wiring(epoch.recovery, self.plan.segments)
-        self.shadows: Shadows | None = None
-        self.inheritance: Inheritance | None = None
-        self.done = 0
-        """Actions that were run: whoever waits for nothing more moves this."""
-        self.slowest_s = 0.0
-        self.tapes_peak = 0
+    def __init__(
+        self, context: EpochContext, reducer: SegmentGradientReducer, shadows: ShadowReplicas | None = None
+    ) -> None:
+        """`shadows`: the shadow replicas that are updated while the worker waits for a frame; None: there are none."""
+        self._reducer, self._shadows = reducer, shadows
+        self._state, self._segments = context.state, context.segments
+        self._transport, self._clock, self._node = context.transport, context.clock, context.node
+        self._plan, self._epoch_number = context.plan, context.epoch.number
+        self._keeps_outputs, self._copies = context.epoch.keeps_outputs, context.state.copies
+        self._launched = context.launched
+        self._ops = compile_ops(context.plan, context.epoch, context.slot, context.segments)
+        self._shared_segments = {
+            g for g in range(self._plan.segments) if context.epoch.shadows or len(self._plan.holders_of(g)) > 1
+        }
+        """Segments whose layers other workers hold, too."""
+        self._prefetcher = MicroBatchPrefetcher(
+            context.job, context.state.device, self._clock, _input_micro_batches(self._ops), self._copies
+        )
+        self._compiles = bool(context.job.compile)
+        self._compiled_segments: list[Segment] = []
+        """Segments that have run a forward in this epoch."""
+        self._compiling = False
+        self.current_action: tuple[int, CompiledOp] | None = None
+        """(step, action) of the action that computes; after an exception: of the one that raised it."""
+        self.actions_done = 0
+        """Number of actions run. It grows as long as the worker makes progress (see `Heartbeat`)."""
+        self.slowest_action_s = 0.0
+        self.peak_tapes = 0
         self.waited_s = 0.0
-        self._home: dict[str, Values | Tensors] = {}
-        self._yielded = clock.now()
-        self._waits: dict[str, collections.deque[float]] = {}
-        """By the frame that was waited for: how long, in the last steps."""
+        self._local_outputs: dict[str, Activations | Tensors] = {}
+        self._last_yield = self._clock.now()
+        self._wait_history: dict[str, collections.deque[float]] = {}
+        """By frame name: the length of the wait for it in each of the last steps."""
 
-    def _run_here(self, stages: Iterable[int]) -> dict[int, Segment]:
-        found = {g: segment for stage in stages for g, segment in self.desk.holdings[stage].segments.items()}
-        return dict(sorted(found.items()))
+    @property
+    def progress(self) -> tuple[int, float]:
+        """(number of complete actions, seconds of the slowest one) in this epoch. While a layer is being built or
+        compiled, every call counts as one more action."""
+        self.actions_done += self._compiling or (self._shadows is not None and self._shadows.is_building)
+        if self._launched is None:
+            return self.actions_done, self.slowest_action_s
+        return self.actions_done + self._launched.actions_done, self._launched.slowest_action_s
 
-    def runners(self, g: int) -> tuple[int, ...]:
-        """The slots whose workers add to the sum of a segment."""
-        return self.plan.holders_of(g)
+    def close(self) -> None:
+        """End the loader processes of this epoch, and send nothing any more."""
+        self._prefetcher.close()
+        if self._launched is not None:
+            self._launched.close()
 
-    async def join(self) -> None:
-        """Meet those that run the same segments."""
-        await self.summing.join(self.segments)
+    async def wait_until_complete(self) -> None:
+        """Wait until the actions that were launched are complete, and their outputs are kept and sent."""
+        if self._launched is not None:
+            await self._launched.wait_until_complete()
 
-    def inherit(self, inheritance: Inheritance) -> None:
-        """Somebody leaves: from here on frames and sums may come from its estate."""
-        self.inheritance = self.summing.inheritance = inheritance
-
-    def leave(self) -> None:
-        """The epoch is over here: nothing of it goes on."""
-        self.summing.leave()
-        if self.inheritance is not None:
-            self.inheritance.close()
-
-    async def step(self, step: int) -> None:
-        """Run the list of one step. Afterwards its complete sums are here, settled."""
-        self._home.clear()
-        self.supply.begin(step)
-        for g, segment in self.segments.items():
-            self.desk.book(step, g, segment)
-        self.transport.busy(True)
+    async def run_step(self, step: int) -> None:
+        """Run all actions of a step up to the optimizer step. Afterwards the reduced gradients of all segments run
+        here are complete, and their totals are in the worker state."""
+        self._local_outputs.clear()
+        self._prefetcher.start_step(step)
+        for g, segment in self._segments.items():
+            self._state.stats_for(step, g, segment)
+        self._transport.set_computing(True)
         try:
-            for op in self.program:
+            for op in self._ops:
                 if op.action.kind is Kind.S:
                     break
-                await self.run(step, op)
+                await self.run_action(step, op, self._transport)
         finally:
-            self.transport.busy(False)
-        await self.summing.ended(step, self.segments)
+            self._transport.set_computing(False)
+        await self.wait_until_complete()
+        await self._reducer.wait_until_reduced(step, self._segments)
 
-    async def run(self, step: int, op: Op) -> None:
-        """One action: wait for what it needs, do it, and hand on what it made."""
+    async def run_action(self, step: int, op: CompiledOp, frames: FrameSource) -> None:
+        """Run one action: wait for its input, compute, and send its output. `frames`: where input frames come from."""
         micro = op.action.micro
         kind = op.action.kind
         if kind is Kind.R:
-            await self.summing.start(step, op.action.segment, self.plan.holders_of(op.action.segment))
+            g = op.action.segment
+            await self._reducer.start_reduce(step, g, self._plan.holders_of(g))
             return
         assert micro is not None
-        start = self.clock.now()
-        if start - self._yielded > _YIELD_S:
+        start = self._clock.now()
+        if start - self._last_yield > _YIELD_S:
             await asyncio.sleep(0)
-            self._yielded = start
-        given = await self._given(step, op)
-        start = self.clock.now()
-        values: Sequence[Tensor | None] = ()
+            self._last_yield = start
+        if self._launched is not None:
+            await self._launched.wait_for_room()
+        inputs = await self._receive_inputs(step, op, frames)
+        start = self._clock.now()
+        self.current_action = step, op
+        outputs: Sequence[Tensor | None] = ()
+        was_compiled = kind is Kind.F and self._compiles and op.segment not in self._compiled_segments
         if kind is Kind.F:
-            values = self._forward(step, micro, op, given)
+            if op.reads_data and self._prefetcher.must_wait(step, micro):
+                await self._clock.run_in_thread(self._prefetcher.wait, step, micro)
+            outputs = await self._run_forward(step, micro, op, inputs)
         elif kind is Kind.B:
-            values = op.segment.backward(step, micro, given)
+            outputs = op.segment.backward(step, micro, inputs)
         elif kind is Kind.I:
-            values = op.segment.backward_input(step, micro, given)
+            outputs = op.segment.backward_input(step, micro, inputs)
         else:
             op.segment.backward_weight(step, micro)
+        self._clock.during_action(self._node, step, op.label)
+        self.current_action = None
         if kind in (Kind.B, Kind.W):
-            self.desk.book(step, op.action.segment, op.segment).count(micro)
-        await self._hand_on(step, op, values)
-        op.segment.spent = None
-        end = self.clock.now()
-        self.desk.spans.append((step, op.label, start, end))
-        self.done += 1
-        self.slowest_s = max(self.slowest_s, end - start)
+            self._state.stats_for(step, op.action.segment, op.segment).count_backward(
+                micro, op.segment.take_additions()
+            )
+        if self._launched is not None:
+            self._register_launch(step, op, outputs, self._clock.now() if was_compiled else start)
+            op.segment.free_last_tape()
+            await self._clock.after_action(self._node, step, f"launch {op.label}")
+            return
+        await self._send_output(step, op, outputs)
+        op.segment.free_last_tape()
+        end = self._clock.now()
+        self._state.spans.append((step, op.label, start, end))
+        self._state.open_step(step).record_work(f"{op.action.segment}{kind.value}", end - start)
+        self.actions_done += 1
+        if not was_compiled:
+            self.slowest_action_s = max(self.slowest_action_s, end - start)
 
-    async def _given(self, step: int, op: Op) -> Any:
-        """The tensors that an action starts from: from a frame, or left at home by an action of this worker."""
-        if op.source is not None:
-            key = Key(self.epoch.number, step, op.source)
-            found = self.transport.arrived(key) if self.inheritance is None else None
-            if found is None:
-                found = await self._wait(step, key)
-            return placed(found, self.desk.device)
-        if op.home is None:
+    def discard_failed_action(self) -> tuple[int, str] | None:
+        """After an exception: discard what the action that raised it has left half done. Returns (step, action); None:
+        no action was computing."""
+        if self.current_action is None:
+            return None
+        step, op = self.current_action
+        clears_sum = op.action.kind in WEIGHT_GRAD_KINDS and not op.output_only
+        if op.action.micro is not None:
+            self._state.discard_action(step, op.action.segment, op.action.micro, clears_sum=clears_sum)
+        return step, op.label
+
+    async def _run_forward(self, step: int, micro: int, op: CompiledOp, inputs: Activations) -> Activations:
+        """F. The first one of a compiled segment runs in a thread: it compiles, and a worker that sends no heartbeat
+        for that long is taken for hung. A caller that is cancelled waits for the thread, which changes the tapes."""
+        if not self._compiles or op.segment in self._compiled_segments:
+            return self._forward(step, micro, op, inputs)
+        self._compiled_segments.append(op.segment)
+        self._compiling = True
+        running = asyncio.ensure_future(self._clock.run_in_thread(self._forward, step, micro, op, inputs))
+        running.add_done_callback(lambda task: task.cancelled() or task.exception())  # a cancelled caller reads neither
+        try:
+            return await asyncio.shield(running)
+        finally:
+            await asyncio.wait([running])
+            self._compiling = False
+
+    async def _receive_inputs(self, step: int, op: CompiledOp, frames: FrameSource) -> Any:
+        """The input tensors of an action: from a frame, or from an earlier action of this worker."""
+        if op.input_frame is not None:
+            key = FrameKey(self._epoch_number, step, op.input_frame)
+            frame = frames.try_receive(key)
+            if frame is None:
+                frame = await self._wait_for_frame(step, key, frames)
+            return self._copies.to_device(frame)
+        if op.local_input is None:
             return ()
-        left = self._home.pop(op.home, None)
-        return left if left is not None else placed(self.desk.step(step).outputs[op.home], self.desk.device)
+        local = self._local_outputs.pop(op.local_input, None)
+        if local is not None:
+            return local
+        if self._launched is not None:
+            await self._launched.wait_until_complete()  # an earlier action of this worker may be about to keep it
+        return self._copies.to_device(self._state.open_step(step).outputs[op.local_input])
 
-    async def _wait(self, step: int, key: Key) -> Tensors:
-        """A bubble: do what has to be done anyway, until the frame has come."""
-        began = self.clock.now()
-        inherited = self.inheritance.get(key) if self.inheritance is not None else None
-        if inherited is not None:
-            return await inherited
-        for holding in self.desk.holdings.values() if self.epoch.kept else ():
-            holding.remember_early()
-        quiet = began  # until then, at least, the frame had not come
-        while await self._spare(step, self._room(key.name) - (quiet - began)):
-            found = self.transport.arrived(key)
-            if found is not None:
-                self._note_wait(key.name, quiet - began)
-                self.waited_s += self.clock.now() - began
-                return found
-            quiet = self.clock.now()
-        found = await self.transport.receive(key)
-        self._yielded = self.clock.now()
-        self.waited_s += self._yielded - began
-        self._note_wait(key.name, self._yielded - began)
-        return found
+    async def _wait_for_frame(self, step: int, key: FrameKey, frames: FrameSource) -> Tensors:
+        """Wait for a frame. Until it arrives, use the bubble for work that has to be done anyway."""
+        began = self._clock.now()
+        if self._keeps_outputs:
+            for replica in self._state.replicas.values():
+                replica.save_weights_early()
+        last_checked = began  # the frame had not arrived at this time
+        while await self._use_idle_time(step, self._expected_wait_s(key.name) - (last_checked - began)):
+            frame = frames.try_receive(key)
+            if frame is not None:
+                self._record_wait(key.name, last_checked - began)
+                self.waited_s += self._clock.now() - began
+                return frame
+            last_checked = self._clock.now()
+        frame = await frames.receive(key)
+        self._last_yield = self._clock.now()
+        self.waited_s += self._last_yield - began
+        self._record_wait(key.name, self._last_yield - began)
+        return frame
 
-    async def _spare(self, step: int, room: float) -> bool:
-        """Make a micro-batch ahead or look after a replica, if that takes no longer than the room there is."""
-        return self.supply.ahead(room) or (self.shadows is not None and await self.shadows.spare(step, room))
+    async def _use_idle_time(self, step: int, idle_s: float) -> bool:
+        """Load a micro-batch in advance or update a shadow replica, if that takes at most `idle_s` seconds. False: no
+        work was done."""
+        if self._prefetcher.prefetch(idle_s):
+            return True
+        return self._shadows is not None and await self._shadows.run_idle_work(step, idle_s)
 
-    def _room(self, name: str) -> float:
-        """Seconds that a wait for a frame is known to last at the least: what takes longer would hold the step up."""
-        return min(self._waits.get(name, (-1.0,)))
+    def _expected_wait_s(self, name: str) -> float:
+        """The shortest recent wait for a frame, in seconds. Optional work that takes longer could delay the step.
+        Negative for a frame that was never waited for."""
+        return min(self._wait_history.get(name, (-1.0,)))
 
-    def _note_wait(self, name: str, seconds: float) -> None:
-        self._waits.setdefault(name, collections.deque(maxlen=_WAITS)).append(seconds)
+    def _record_wait(self, name: str, seconds: float) -> None:
+        self._wait_history.setdefault(name, collections.deque(maxlen=_WAIT_HISTORY_STEPS)).append(seconds)
 
-    def _forward(self, step: int, micro: int, op: Op, inputs: Values) -> Values:
-        target = None
-        first = op.action.segment == 0
-        if first or op.segment.last:
-            fresh, target = self.supply.take(step, micro)
-            inputs = fresh if first else inputs
-        outputs, outcome = op.segment.forward(step, micro, inputs, target, halves=op.halves)
-        if op.action.segment in self._shared:
+    def _forward(self, step: int, micro: int, op: CompiledOp, inputs: Activations) -> Activations:
+        target, samples = None, NO_SAMPLES
+        is_first = op.action.segment == 0
+        if is_first or op.segment.is_last:
+            batch, target, fetched = self._prefetcher.take(step, micro)
+            inputs = batch if is_first else inputs
+            samples = SampleDigests(fetched, expected_samples(self._state.job, step, micro))
+        outputs, result = op.segment.forward(step, micro, inputs, target, splits_backward=op.splits_backward)
+        if op.action.segment in self._shared_segments:
             for layer in op.segment.layers:
                 layer.guard.check_weights()
-        if not op.again:
-            self.desk.book(step, op.action.segment, op.segment).note(micro, outcome)
-            self.tapes_peak = max(self.tapes_peak, sum(len(s.tapes) for s in self.segments.values()))
+        if not op.output_only:
+            self._state.stats_for(step, op.action.segment, op.segment).record_forward(micro, result, samples)
+            self.peak_tapes = max(self.peak_tapes, sum(len(s.tapes) for s in self._segments.values()))
         return outputs
 
-    async def _hand_on(self, step: int, op: Op, values: Sequence[Tensor | None]) -> None:
-        """Keep an output where a recovery may ask for it, and send it where the placement says."""
-        if op.name is None or not (op.targets or op.keeps or self.epoch.kept):
-            await self.clock.work(self.node, step, op.label)
+    def _register_launch(self, step: int, op: CompiledOp, values: Sequence[Tensor | None], began: float) -> None:
+        """Queue the copy of an output to the host behind its action. It is kept and sent when it is complete."""
+        assert self._launched is not None
+        name = op.output_name
+        if name is not None and op.keep_local:
+            self._local_outputs[name] = tuple(values)
+        if name is None or not (op.target_addresses or self._keeps_outputs):
+            self._launched.add(LaunchedAction(step, op.label, began, self._copies.compute_event()))
             return
-        if op.keeps:
-            self._home[op.name] = tuple(values)
-        sent = tuple(None if v is None else v.cpu() for v in values)
-        if self.epoch.kept:
-            self.desk.keep(step, op.name, sent)
-        await self.clock.work(self.node, step, op.label)
-        for address in op.targets:
-            self.transport.send(address, Key(self.epoch.number, step, op.name), sent)
+        output = self._copies.to_host(values)
+        keeps, targets = self._keeps_outputs, op.target_addresses
+        self._launched.add(LaunchedAction(step, op.label, began, output.event, name, output, keeps, targets))
+
+    async def _send_output(self, step: int, op: CompiledOp, values: Sequence[Tensor | None]) -> None:
+        """Send an output to the workers that need it. Keep it, too, where a recovery may need it until the commit."""
+        if op.output_name is None or not (op.target_addresses or op.keep_local or self._keeps_outputs):
+            await self._clock.after_action(self._node, step, op.label)
+            return
+        if op.keep_local:
+            self._local_outputs[op.output_name] = tuple(values)
+        frame = tuple(values)
+        if self._keeps_outputs:
+            self._state.keep_output(step, op.output_name, frame)
+        await self._clock.after_action(self._node, step, op.label)
+        for address in op.target_addresses:
+            self._transport.send(address, FrameKey(self._epoch_number, step, op.output_name), frame)
 
 
-def _fed(program: Iterable[Op]) -> list[int]:
-    """Micro-batches of which a program needs input or target, in its order."""
-    forwards = [op for op in program if op.action.kind is Kind.F and (op.action.segment == 0 or op.segment.last)]
-    return [op.action.micro for op in forwards if op.action.micro is not None]
-
-
-def placed(tensors: Tensors, device: torch.device) -> Tensors:
-    """A frame where it is computed with."""
-    if device.type == "cpu":
-        return tensors
-    return tuple(
-        None if t is None else t.detach().to(device, non_blocking=True).requires_grad_(t.requires_grad) for t in tensors
-    )
+def _input_micro_batches(ops: Iterable[CompiledOp]) -> list[int]:
+    """The micro-batches whose input or target the compiled list needs, in its order."""
+    return [op.action.micro for op in ops if op.reads_data and op.action.micro is not None]

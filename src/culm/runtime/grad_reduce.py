@@ -1,0 +1,186 @@
+"""R: sum a segment's gradients over the workers that run it, and send the result to the workers that only hold it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from culm.plan.rent.memory_model import SUM_BUCKET_BYTES
+from culm.runtime.worker_state import GradientSum
+from culm.transport.interface import Group
+
+if TYPE_CHECKING:
+    from culm.runtime.epoch_context import EpochContext
+    from culm.transport.interface import Tensors
+
+ReduceFunction: TypeAlias = Callable[[int, int, tuple[int, ...]], Coroutine[Any, Any, None]]
+"""(step, segment, slots of the runners) -> a coroutine that completes the reduced gradient."""
+
+
+class SegmentGradientReducer:
+    """Reduces the gradients of one worker in one epoch. Reduces run as tasks, beside the actions of the step."""
+
+    def __init__(self, context: EpochContext) -> None:
+        self._context = context
+        self._state, self._epoch, self._slot = context.state, context.epoch, context.slot
+        self._plan, self._transport, self._copies = context.plan, context.transport, context.state.copies
+        self._groups: dict[tuple[int, tuple[int, ...]], Group] = {}
+        """By segment and slots of its runners."""
+        self._reduce_tasks: dict[tuple[int, int], asyncio.Task[None]] = {}
+        """By step and segment."""
+
+    async def join_groups(self) -> None:
+        """Create a group with the runners of each segment: those of the plan and, where they differ, those of the
+        recovery. Returns when all members have joined."""
+        context, recovery = self._context, self._epoch.recovery
+        wanted = {(g, self._plan.holders_of(g)) for g in context.segments}
+        for runners_by_segment in recovery.runners.values():
+            wanted |= {(g, runners) for g, runners in enumerate(runners_by_segment) if self._slot in runners}
+        for g, runners in sorted(wanted):
+            members = [self._epoch.address(slot) for slot in runners]
+            name = f"group {g} of {','.join(map(str, runners))}"
+            self._groups[g, runners] = self._transport.group(context.frame_key(0, name), members)
+        await asyncio.gather(*(group.join() for group in self._groups.values()))
+
+    def close(self) -> None:
+        """Cancel all reduces and leave the groups. Called when the epoch ends."""
+        for task in self._reduce_tasks.values():
+            task.cancel()
+        for group in self._groups.values():
+            group.close()
+
+    async def start_reduce(
+        self, step: int, g: int, runners: tuple[int, ...], reduce: ReduceFunction | None = None
+    ) -> None:
+        """Start to reduce a segment's gradient over its runners, as a task; `wait_until_reduced` waits for it.
+
+        `reduce`: what the task runs instead of `self.reduce`. A recovery uses it to add handed-off sums first.
+        """
+        await self._context.after_action(step, f"{g}R")
+        self._reduce_tasks[step, g] = asyncio.create_task((reduce or self.reduce)(step, g, runners))
+        if len(runners) > 1:
+            await asyncio.sleep(0)  # lets the task start its first bucket
+
+    async def wait_until_reduced(self, step: int, segments: Iterable[int]) -> None:
+        """Wait until the reduces that were started for these segments are complete."""
+        for g in segments:
+            await self._reduce_tasks.pop((step, g))
+
+    async def reduce(self, step: int, g: int, runners: tuple[int, ...]) -> None:
+        """Complete the sum of a segment, and send it to the shadows that this worker is the source of.
+
+        The all-reduce works on copies: an accumulator holds this worker's own sum or the complete one, never anything
+        between, so that a reduce that fails can be repeated.
+        """
+        segment = self._context.segment(g)
+        stats = self._state.stats_for(step, g, segment)
+        for layer in segment.layers:
+            layer.accumulator.collect_grads()
+        totals = [layer.accumulator.total for layer in segment.layers if layer.trainable]
+        await stats.read_device(self._copies)
+        metadata = stats.metadata()
+        if len(runners) > 1:
+            reduced = await self._all_reduce(self._groups[g, runners], totals, metadata)
+            for total, value in zip(totals, self._copies.to_device(tuple(reduced)), strict=True):
+                assert value is not None
+                total.copy_(value)
+        else:
+            reduced = await self._copy_sums(totals) if self._epoch.keeps_outputs else []
+        self._state.open_step(step).loaded_segments.add(g)
+        self._store_reduced(step, g, GradientSum(reduced, metadata))
+        for slot in self._receiver_slots(step, g, runners):
+            self.send_reduced_gradient(step, g, slot)
+
+    async def _copy_sums(self, totals: Sequence[Tensor]) -> list[Tensor]:
+        """Copies of sums in host memory."""
+        synchronous = self._copies.is_synchronous
+        return [total.clone() for total in totals] if synchronous else await self._copies.read(totals)
+
+    async def _all_reduce(self, group: Group, totals: Sequence[Tensor], metadata: Tensor) -> list[Tensor]:
+        """The sums over all runners, one flat tensor for each of `totals`. `metadata` is summed in place."""
+        buckets = list(_buckets(totals))
+        copies = await self._copies.read([torch.cat([t.reshape(-1) for t in bucket]) for bucket in buckets])
+        await group.all_reduce(*copies, metadata)
+        return [
+            part
+            for bucket, copy in zip(buckets, copies, strict=True)
+            for part in copy.split([t.numel() for t in bucket])
+        ]
+
+    def _receiver_slots(self, step: int, g: int, runners: tuple[int, ...]) -> list[int]:
+        """The slots that hold a segment without running it, and get its reduced gradient from this worker."""
+        stage, recovery = g % self._plan.stages, self._epoch.recovery
+        if step in recovery.steps:
+            others = [slot for slot in recovery.slots_missing_sum(step, stage) if slot not in runners]
+            return others if runners[0] == self._slot else []
+        return [s.slot for s in self._epoch.shadows if s.source == self._slot and s.stage == stage]
+
+    def _store_reduced(self, step: int, g: int, gradient_sum: GradientSum) -> None:
+        """Store the totals of a complete sum and, where outputs are kept until the commit, the sum itself."""
+        open_step = self._state.open_step(step)
+        stats = self._state.stats_for(step, g, self._context.segment(g))
+        open_step.segment_totals[g] = stats.read_totals(gradient_sum.metadata, self._epoch.dropped_in(step))
+        if self._epoch.keeps_outputs:
+            open_step.reduced_gradients[g] = gradient_sum
+
+    def send_reduced_gradient(self, step: int, g: int, slot: int) -> None:
+        """Send a complete sum to another holder of the segment."""
+        total = self._state.open_step(step).reduced_gradients[g]
+        stats = self._state.stats_for(step, g, self._context.segment(g))
+        frame = [*total.totals, total.metadata, *stats.statistics_template()]
+        self._context.send(slot, step, reduced_frame_name(g), frame)
+
+    def send_missing_gradients(self, step: int) -> None:
+        """In a recovery: send the complete sums that this worker was chosen to send to all holders that lack them."""
+        recovery, stages = self._epoch.recovery, self._plan.stages
+        for sum_step, g, sender in recovery.complete_sums:
+            if sum_step == step and sender == self._slot:
+                for slot in recovery.slots_missing_sum(step, g % stages):
+                    if slot != self._slot:
+                        self.send_reduced_gradient(step, g, slot)
+
+    async def receive_reduced_gradient(self, step: int, g: int) -> None:
+        """Wait for the complete sum of a segment from a worker that has it, and store it."""
+        key = self._context.frame_key(step, reduced_frame_name(g))
+        self.store_received_gradient(step, g, await self._transport.receive(key))
+
+    def try_receive_reduced_gradient(self, step: int, g: int) -> bool:
+        """Store a complete sum if it has arrived; False: it has not."""
+        frame = self._transport.try_receive(self._context.frame_key(step, reduced_frame_name(g)))
+        if frame is not None:
+            self.store_received_gradient(step, g, frame)
+        return frame is not None
+
+    def store_received_gradient(self, step: int, g: int, frame: Tensors) -> None:
+        """Store a complete sum that arrived as a frame of `send_reduced_gradient`."""
+        gradient_sum, statistics_template = split_sum_frame(self._context, g, frame)
+        self._state.stats_for(step, g, self._context.segment(g)).load_statistics_template(statistics_template)
+        self._store_reduced(step, g, gradient_sum)
+
+
+def reduced_frame_name(g: int) -> str:
+    """Name of the frame that carries the complete sum of a segment."""
+    return f"sum {g}"
+
+
+def split_sum_frame(context: EpochContext, g: int, frame: Tensors) -> tuple[GradientSum, list[Tensor]]:
+    """The sum in a frame (one tensor per trained layer, then the metadata), and the statistics template after it."""
+    values = [value for value in frame if value is not None]
+    trained = sum(1 for layer in context.segment(g).layers if layer.trainable)
+    return GradientSum(values[:trained], values[trained]), values[trained + 1 :]
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Consecutive tensors, grouped up to the bucket size. A tensor larger than that is a bucket alone."""
+    bucket: list[Tensor] = []
+    for tensor in tensors:
+        if bucket and sum(t.nbytes for t in bucket) + tensor.nbytes > SUM_BUCKET_BYTES:
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket

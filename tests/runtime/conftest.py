@@ -1,0 +1,10 @@
+"""Fixtures of the runtime tests. Their tensors are small."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def quiet(one_thread: None) -> None:
+    """Every test runs with one thread."""

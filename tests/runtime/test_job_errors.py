@@ -1,0 +1,87 @@
+"""Mistakes in a job are one sentence that names the field, before any node starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests import tiny_jobs
+from torch import nn
+
+from culm.errors import JobError, LayerFailed
+from culm.models import RandomTokens, gpt, gpt_loss
+from culm.runtime.compute.device import select_device
+from culm.runtime.compute.model_check import check_model
+from culm.runtime.compute.model_state import ModelState
+from culm.runtime.compute.segment import Segment
+from culm.testing import reference
+
+
+def refusal(**fields: Any) -> str:
+    with pytest.raises(JobError) as caught:
+        check_model(tiny_jobs.job(**fields))
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+def test_an_optimizer_object_instead_of_a_factory() -> None:
+    text = refusal(optimizer=torch.optim.AdamW(nn.Linear(2, 2).parameters()))
+    assert text.startswith("Job.optimizer is an object of class AdamW")
+    assert "lambda parameters: torch.optim.AdamW(parameters" in text
+
+
+def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert refusal(device="cuda").startswith("Job.device is 'cuda', and torch finds no GPU")
+    assert select_device(tiny_jobs.job(device="auto")).type == "cpu"
+
+
+class _Late:
+    """Tokens of which only the last item is beyond the vocabulary."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        ids = torch.full((4,), 99 if index == 7 else 1)
+        return ids, ids
+
+
+@pytest.mark.parametrize("data", [RandomTokens(vocab=200, length=4, count=32), _Late()])
+def test_a_token_id_beyond_the_vocabulary(data: Any) -> None:
+    layers = gpt("nano", width=8, blocks=1, heads=1, context=4, vocab=16)
+    text = refusal(layers=layers, loss=gpt_loss, data=data)
+    assert text.startswith("Job.data has the token id ")
+    assert "the embedding in layer 0 has 16 rows" in text
+    check_model(tiny_jobs.job(layers=layers, loss=gpt_loss, data=RandomTokens(vocab=16, length=4, count=32)))
+
+
+def test_a_bad_item_of_the_evaluation_set_is_named_as_such() -> None:
+    wide = [(torch.zeros(7), torch.zeros(7))] * 4
+    assert refusal(evaluate=wide, evaluate_every=1).startswith("the layers do not run on the items of Job.evaluate")
+    uneven = [(torch.zeros(4), torch.zeros(4)), (torch.zeros(3), torch.zeros(4))]
+    assert refusal(evaluate=uneven, evaluate_every=1).startswith("the collation of Job.evaluate raised")
+    job = tiny_jobs.job(evaluate=[*tiny_jobs.DATA[:2], *wide[:2]], evaluate_every=1)
+    state = ModelState(job, range(4))
+    with pytest.raises(LayerFailed, match=r"in micro-batch 1 of Job\.evaluate, layer 0"):
+        Segment(job, state, range(4)).evaluate(1, (torch.zeros(2, 7),), torch.zeros(2, 7))
+
+
+def test_wrong_names_in_the_initial_file_show_the_closest(tmp_path: Path) -> None:
+    file = tmp_path / "init.safetensors"
+    weights = reference(tiny_jobs.job(steps=0)).snapshot.parameters
+    save_file({name.replace("weight", "wieght"): value for name, value in weights.items()}, file)
+    assert "did you mean '0.wieght'" in refusal(init=str(file))
+    save_file({f"model.{name}": value for name, value in weights.items()}, file)
+    assert "culm.hf.parts" in refusal(init=str(file))
+
+
+def test_a_transformers_model_as_layers_points_to_culm_hf() -> None:
+    transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
+    config = transformers.GPT2Config(n_embd=4, n_layer=1, n_head=1, vocab_size=8, n_positions=8)
+    with pytest.raises(JobError, match=r"culm\.hf\.parts\(model\)"):
+        tiny_jobs.job(layers=transformers.GPT2LMHeadModel(config))
