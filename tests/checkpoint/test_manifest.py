@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from culm.checkpoint import FileEntry, Manifest, Scalar
-from culm.checkpoint.manifest import plain_facts, plain_scalars
+from culm.checkpoint.manifest import to_plain_facts, to_plain_scalars
 from culm.errors import CheckpointError
 
 GOOD = Manifest(
@@ -27,7 +27,7 @@ GOOD = Manifest(
 
 
 def sealed(body: dict[str, object]) -> bytes:
-    """Any object with a checksum that fits."""
+    """Any object with a valid checksum."""
     text = json.dumps(body, indent=2).encode().removesuffix(b"\n}")
     return text + b',\n  "sha256": "' + hashlib.sha256(text).hexdigest().encode() + b'"\n}\n'
 
@@ -53,19 +53,19 @@ def test_its_checksum_can_be_computed_by_anyone() -> None:
 
 
 WORDS = st.text('a0."\\/\n\0é€\u2028😀')
-"""Of whatever JSON writes in its own way."""
+"""Values that JSON writes in several ways."""
 
 
 @given(st.dictionaries(WORDS, st.integers() | st.floats() | st.booleans() | WORDS | st.none(), max_size=4))
 def test_scalars_come_back_with_value_and_type(scalars: dict[str, Scalar]) -> None:
-    manifest = msgspec.structs.replace(GOOD, scalars=plain_scalars(scalars))
+    manifest = msgspec.structs.replace(GOOD, scalars=to_plain_scalars(scalars))
     found = Manifest.from_json(manifest.to_json()).scalars
     assert {name: (type(value), repr(value)) for name, value in found.items()} == {
         name: (type(value), repr(value)) for name, value in scalars.items()
     }
 
 
-def test_json_for_other_tools_has_no_words_outside_the_standard() -> None:
+def test_the_json_uses_only_standard_values() -> None:
     manifest = msgspec.structs.replace(GOOD, scalars={"a": math.inf, "b": math.nan, "c": 1.0})
 
     def refuse(word: str) -> None:
@@ -107,32 +107,32 @@ def test_bytes_after_the_end_are_found() -> None:
             changed(files={"../x.safetensors": {"sha256": "", "bytes": 0}}, weight_map={}),
             "names a file '../x.safetensors'",
         ),
-        (b"\xff\xfe", "can not be read"),
-        (b"[]", "can not be read"),
+        (b"\xff\xfe", "cannot be read"),
+        (b"[]", "cannot be read"),
     ],
     ids=["format", "version", "type", "unknown file", "path", "no text", "no object"],
 )
-def test_what_is_wrong_is_said(data: bytes, sentence: str) -> None:
+def test_the_error_names_the_problem(data: bytes, sentence: str) -> None:
     with pytest.raises(CheckpointError, match=sentence):
         Manifest.from_json(data)
 
 
-def test_facts_are_seen_at_once_as_they_will_be_read() -> None:
-    assert plain_facts({"tied": (("0.weight", "3.weight"),)}) == {"tied": [["0.weight", "3.weight"]]}
+def test_facts_are_normalised_to_what_a_reader_gets() -> None:
+    assert to_plain_facts({"tied": (("0.weight", "3.weight"),)}) == {"tied": [["0.weight", "3.weight"]]}
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, {1, 2}, object()], ids=["nan", "inf", "set", "object"])
 def test_a_fact_that_json_can_not_hold_is_refused(value: object) -> None:
-    with pytest.raises(CheckpointError, match="no plain JSON"):
-        plain_facts({"x": value})
+    with pytest.raises(CheckpointError, match="not plain JSON"):
+        to_plain_facts({"x": value})
 
 
-def test_a_number_of_numpy_is_a_number() -> None:
-    found = plain_scalars({"a": np.float64(0.5), "b": np.float64("nan")})
+def test_a_numpy_number_is_stored_as_a_number() -> None:
+    found = to_plain_scalars({"a": np.float64(0.5), "b": np.float64("nan")})
     assert [type(value) for value in found.values()] == [float, float]
     assert Manifest.from_json(msgspec.structs.replace(GOOD, scalars=found).to_json()).scalars["a"] == 0.5
 
 
 def test_a_value_that_is_no_scalar_is_named() -> None:
     with pytest.raises(CheckpointError, match=r"optimizer.0.weight.betas is a tuple"):
-        plain_scalars({"optimizer.0.weight.betas": (0.9, 0.99)})
+        to_plain_scalars({"optimizer.0.weight.betas": (0.9, 0.99)})

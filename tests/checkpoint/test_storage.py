@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import fsspec
 import pytest
+from tests.checkpoint.sample_states import files
 
 from culm.checkpoint import Storage
 from culm.checkpoint import storage as storage_module
 from culm.errors import CheckpointError
-
-from .states import files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -116,8 +115,8 @@ def test_a_file_is_durable_before_it_takes_its_place_and_its_name_after(
 def test_a_folder_that_is_deleted_while_a_file_is_written_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another process clears a checkpoint away that was given up."""
-    write = storage_module._write_through
+    """Another process deletes an abandoned checkpoint."""
+    write = storage_module._write_and_sync
     deleted: list[Path] = []
 
     def too_late(path: Path, data: memoryview) -> None:
@@ -126,7 +125,7 @@ def test_a_folder_that_is_deleted_while_a_file_is_written_is_made_again(
             deleted.append(path.parent)
         write(path, data)
 
-    monkeypatch.setattr(storage_module, "_write_through", too_late)
+    monkeypatch.setattr(storage_module, "_write_and_sync", too_late)
     Storage(tmp_path).write("step/part", b"late")
     assert deleted
     assert [file.name for file in (tmp_path / "step").iterdir()] == ["part"]
@@ -190,16 +189,18 @@ def test_an_error_of_the_system_says_what_to_do(
         Storage(tmp_path).write("x", b"1")
 
 
-def test_an_error_of_a_remote_driver_becomes_a_checkpoint_error(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_a_remote_driver_becomes_a_checkpoint_error(
+    memory_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Throttled(Exception):
         pass
 
     def refuse(*_: Any, **__: Any) -> None:
         raise Throttled("slow down")
 
-    storage = Storage(memory)
+    storage = Storage(memory_url)
     monkeypatch.setattr(type(fsspec.filesystem("memory")), "info", refuse)
-    with pytest.raises(CheckpointError, match=f"could not look at {memory}/x: Throttled: slow down"):
+    with pytest.raises(CheckpointError, match=f"could not look at {memory_url}/x: Throttled: slow down"):
         storage.exists("x")
 
 
@@ -231,5 +232,5 @@ def test_a_missing_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_unknown_protocol_is_named() -> None:
-    with pytest.raises(CheckpointError, match=r"floppy://a can not be opened .*name a local folder"):
+    with pytest.raises(CheckpointError, match=r"floppy://a cannot be opened .*name a local folder"):
         Storage("floppy://a")

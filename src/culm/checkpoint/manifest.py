@@ -1,7 +1,7 @@
-"""The manifest: what one checkpoint consists of. It is written last, so a folder with a manifest is a checkpoint.
+"""The manifest: what one checkpoint consists of. It is written last: a folder with a manifest is a checkpoint.
 
-The file is JSON for people and tools. Its last entry, "sha256", is the checksum of all bytes before that entry's comma,
-so that a flipped bit in a number is found as surely as one in a tensor.
+The file is JSON. Its last entry, "sha256", is the checksum of all bytes before the comma of that entry, so that a
+flipped bit in a number is detected as reliably as one in a tensor.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
 
-from culm.checkpoint.shard import sha256
+from culm.checkpoint.safetensors_codec import sha256
 from culm.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -23,12 +23,12 @@ Scalar: TypeAlias = int | float | bool | str | None
 
 FORMAT = "culm-checkpoint"
 VERSION = 1
-_SEAL = b',\n  "sha256": "'
+_CHECKSUM_PREFIX = b',\n  "sha256": "'
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*\.safetensors")
 
 
 class FileEntry(msgspec.Struct, frozen=True):
-    """What a file must be: compared before anything in it is used."""
+    """Size and checksum of a file. They are compared before anything in it is used."""
 
     sha256: str
     bytes: int
@@ -41,19 +41,23 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     version: Literal[1] = 1
     step: int
     files: dict[str, FileEntry]
-    """File name, in the folder of the step -> its size and checksum."""
+    """File name in the folder of the step -> its size and checksum."""
     weight_map: dict[str, str]
     """Tensor name -> file name, as in the index files of other tools."""
     scalars: dict[str, Scalar]
-    """Optimizer values that are no tensors, by name."""
+    """Optimizer values that are not tensors, by name."""
     nonfinite: dict[str, Literal["nan", "inf", "-inf"]] = {}
-    """In the file only: the scalars that JSON has no word for. In memory they stand among the others."""
+    """In the file only: the scalars that JSON cannot represent. In memory they are among the others."""
+    evaluations: dict[int, dict[str, float | Literal["nan", "inf", "-inf"]]] = {}
+    """The evaluations by step that Job.early_stop and Job.keep_best still depend on. Use `evaluation_values`."""
+    verified: bool = False
+    """Whether all holders of every layer had equal weights and optimizer state."""
     facts: dict[str, Any]
-    """What the job says of itself: seed, layers, tied, exact, fingerprint, ..."""
+    """Facts about the job: seed, layers, tied, exact, fingerprint, ..."""
     culm: str
     torch: str
     created: float
-    """Seconds since 1970, by the clock of whoever committed."""
+    """Seconds since 1970, by the clock of the committing node."""
 
     def to_json(self) -> bytes:
         """The bytes of manifest.json."""
@@ -62,16 +66,25 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             self,
             scalars={name: value for name, value in self.scalars.items() if name not in odd},
             nonfinite={name: str(value) for name, value in odd.items()},
+            evaluations={
+                step: {name: value if isfinite(value) else str(value) for name, value in named.items()}
+                for step, named in self.evaluation_values.items()
+            },
         )
         body = msgspec.json.format(msgspec.json.encode(wire), indent=2).removesuffix(b"\n}")
-        return body + _seal(body)
+        return body + _checksum_entry(body)
+
+    @property
+    def evaluation_values(self) -> dict[int, dict[str, float]]:
+        """`evaluations` as numbers."""
+        return {step: {name: float(value) for name, value in named.items()} for step, named in self.evaluations.items()}
 
     @classmethod
     def from_json(cls, data: bytes) -> Manifest:
-        """The manifest in those bytes; a CheckpointError if a single one of them is not as it was written."""
-        _check_head(data)
-        body, _, _ = data.rpartition(_SEAL)
-        if data != body + _seal(body):
+        """The manifest in those bytes. Raises CheckpointError if any byte is not as it was written."""
+        _check_header(data)
+        body, _, _ = data.rpartition(_CHECKSUM_PREFIX)
+        if data != body + _checksum_entry(body):
             raise CheckpointError("the manifest is damaged: its checksum does not match")
         try:
             wire = msgspec.json.decode(data, type=cls)
@@ -82,23 +95,25 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(wire, scalars=wire.scalars | odd, nonfinite={})
 
 
-def plain_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts as a reader of the file will see them (tuples are lists). What JSON can not hold is refused."""
+def to_plain_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts as a reader of the file gets them (tuples become lists). Raises CheckpointError for a value that JSON
+    cannot hold."""
     try:
         plain: dict[str, Any] = json.loads(json.dumps(dict(facts), allow_nan=False))
     except (TypeError, ValueError) as error:
         raise CheckpointError(
-            f"the facts of the checkpoint are no plain JSON ({error}): use numbers, strings, lists"
+            f"the facts of the checkpoint are not plain JSON ({error}): use numbers, strings, lists"
         ) from error
     return plain
 
 
-def plain_scalars(scalars: Mapping[str, Any]) -> dict[str, Scalar]:
-    """The scalars as a reader will see them (a numpy float is a float). What is none is refused by name."""
-    return {name: _plain(name, value) for name, value in scalars.items()}
+def to_plain_scalars(scalars: Mapping[str, Any]) -> dict[str, Scalar]:
+    """The scalars as a reader gets them (a numpy float becomes a float). Raises CheckpointError, which names the
+    scalar, for other values."""
+    return {name: _to_plain_scalar(name, value) for name, value in scalars.items()}
 
 
-def _plain(name: str, value: Any) -> Scalar:
+def _to_plain_scalar(name: str, value: Any) -> Scalar:
     if value is None:
         return None
     for kind in (bool, int, float, str):
@@ -109,21 +124,21 @@ def _plain(name: str, value: Any) -> Scalar:
     )
 
 
-def _seal(body: bytes) -> bytes:
-    return _SEAL + sha256(body).encode() + b'"\n}\n'
+def _checksum_entry(body: bytes) -> bytes:
+    return _CHECKSUM_PREFIX + sha256(body).encode() + b'"\n}\n'
 
 
-class _Head(msgspec.Struct):
+class _ManifestHeader(msgspec.Struct):
     format: str
     version: int
 
 
-def _check_head(data: bytes) -> None:
-    """Say first what a file of another kind or time is: its checksum may be made in another way."""
+def _check_header(data: bytes) -> None:
+    """Check kind and version before the checksum: another version may compute the checksum in another way."""
     try:
-        head = msgspec.json.decode(data, type=_Head)
+        head = msgspec.json.decode(data, type=_ManifestHeader)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"the manifest can not be read: {error}") from error
+        raise CheckpointError(f"the manifest cannot be read: {error}") from error
     if head.format != FORMAT:
         raise CheckpointError(f"the manifest has format {head.format!r}, not {FORMAT!r}: it was not written by culm")
     if head.version != VERSION:
@@ -134,7 +149,7 @@ def _check_head(data: bytes) -> None:
 
 def _check_files(manifest: Manifest) -> None:
     for name in manifest.files:
-        # A name with a path in it would lead out of the folder.
+        # A name with a path in it would point outside the folder.
         if not _FILE_NAME.fullmatch(name):
             raise CheckpointError(f"the manifest names a file {name!r}: expected NAME.safetensors in its own folder")
     for tensor, name in manifest.weight_map.items():

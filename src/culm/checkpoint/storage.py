@@ -1,8 +1,8 @@
-"""Files by name below one root: a local folder, or any URL that fsspec knows (memory://, s3:// with its driver).
+"""Files by name below one root: a local folder, or any URL that fsspec supports (memory://, s3:// with its driver).
 
-A write is atomic: whoever reads finds the former file whole or the new file whole, whatever moment the writer dies at.
-On a local disk that is a temporary file in the same folder, fsync and a rename; in an object store it is one put.
-Whatever goes wrong becomes a CheckpointError of one sentence: the place, what happened, what to do.
+A write is atomic: a reader finds the old file or the new file, complete, at whatever moment the writer dies. On a local
+disk a write is a temporary file in the same folder, fsync and a rename; in an object store it is one put. Every error
+becomes a CheckpointError of one sentence: the place, what happened, what to do.
 """
 
 from __future__ import annotations
@@ -11,43 +11,65 @@ import errno
 import hashlib
 import os
 import secrets
+import tempfile
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from culm.errors import CheckpointError
+from culm.storage_access import before_access
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_PIECE = 1 << 24
-_TRIES = 3
+_READ_BYTES = 1 << 24
+_WRITE_ATTEMPTS = 3
 
 
 class Storage:
-    """Named files below a root. Names use "/" and are relative to the root. Every call talks to the storage anew."""
+    """Named files below a root. Names use "/" and are relative to the root. Every call accesses the storage; nothing is
+    cached."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = os.fspath(root)
         self._fs, self._base = _connect(self.root)
 
     def write(self, name: str, data: bytes | memoryview) -> None:
-        """Put the file there, whole or not at all, with the folders it needs.
+        """Write a file completely or not at all, and create the folders it needs.
 
-        On failure the former file of that name is untouched and no temporary file is left.
+        On failure an existing file of that name is unchanged and no temporary file is left.
         """
-        with self._explained("write", name):
+        with self._translate_errors("write", name):
             path = self.local_path(name)
             if path is None:
-                self._put(self._full(name), bytes(data))
+                self._put_object(self._full_path(name), bytes(data))
             else:
-                _replace(path, memoryview(data).cast("B"))
+                _write_atomically(path, memoryview(data).cast("B"))
 
-    def _put(self, path: str, data: bytes) -> None:
-        """Object stores know no folders; where there are some, they are made when missed."""
+    @contextmanager
+    def open_new(self, name: str) -> Iterator[BinaryIO]:
+        """A file to write in pieces, which appears under its name when the block ends without an error. For a URL it is
+        a temporary file of this machine until then."""
+        with self._translate_errors("write", name):
+            path = self.local_path(name)
+            if path is None:
+                with tempfile.NamedTemporaryFile(prefix="culm-") as file:
+                    yield cast("BinaryIO", file)
+                    file.flush()
+                    self._fs.put_file(file.name, self._full_path(name))
+                return
+            _make_folder(path.parent)
+            with _renamed_at_end(path) as temporary, temporary.open("xb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+
+    def _put_object(self, path: str, data: bytes) -> None:
+        """Write a file through fsspec. Object stores have no folders; where there are folders, they are created when
+        missing."""
         try:
             self._fs.pipe_file(path, data)
         except FileNotFoundError:
@@ -56,71 +78,77 @@ class Storage:
 
     def read(self, name: str) -> bytes:
         """All bytes of the file."""
-        with self._explained("read", name):
-            return bytes(self._fs.cat_file(self._full(name)))
+        with self._translate_errors("read", name):
+            return bytes(self._fs.cat_file(self._full_path(name)))
+
+    def read_range(self, name: str, begin: int, end: int) -> bytes:
+        """The bytes of the file from `begin` up to `end`."""
+        with self._translate_errors("read", name):
+            return bytes(self._fs.cat_file(self._full_path(name), begin, end)) if end > begin else b""
 
     def sha256(self, name: str) -> str:
-        """The checksum of the file, read in pieces: it may be larger than the memory."""
+        """The checksum of the file, read in pieces: it may be larger than memory."""
         digest = hashlib.sha256()
-        with self._explained("read", name), self._fs.open(self._full(name), "rb") as file:
-            # Large pieces: after each one this thread has to wait for Python's lock, which the training holds.
-            while piece := file.read(_PIECE):
+        with self._translate_errors("read", name), self._fs.open(self._full_path(name), "rb") as file:
+            # Large pieces: after each one this thread waits for the interpreter lock, which training holds.
+            while piece := file.read(_READ_BYTES):
                 digest.update(piece)
         return digest.hexdigest()
 
     def size(self, name: str) -> int | None:
-        """The number of bytes of the file; None if there is no such file."""
-        with self._explained("look at", name):
+        """The size of the file in bytes; None if it does not exist."""
+        with self._translate_errors("look at", name):
             self._fs.invalidate_cache()
             try:
-                found = self._fs.info(self._full(name))
+                found = self._fs.info(self._full_path(name))
             except (FileNotFoundError, NotADirectoryError):
                 return None
             return int(found["size"]) if found["type"] == "file" else None
 
     def exists(self, name: str) -> bool:
-        """Whether there is a file of that name. A storage that can not be asked is an error, not a no."""
+        """Whether a file of that name exists. Raises CheckpointError if the storage cannot be reached."""
         return self.size(name) is not None
 
     def list(self, prefix: str = "") -> list[str]:
-        """The names of files and folders directly in that folder, sorted; none if there is no such folder."""
-        with self._explained("list", prefix):
+        """The names of files and folders directly in a folder, sorted; empty if the folder does not exist."""
+        with self._translate_errors("list", prefix):
             self._fs.invalidate_cache()
-            folder = self._full(prefix)
+            folder = self._full_path(prefix)
             try:
                 found = self._fs.ls(folder, detail=False)
             except (FileNotFoundError, NotADirectoryError):
                 return []
-            # Object stores may name the folder itself among its content.
+            # Object stores may list the folder itself among its content.
             paths = {path.rstrip("/") for path in found} - {folder}
             return sorted(path.rpartition("/")[2] for path in paths)
 
     def delete(self, prefix: str) -> None:
-        """Remove the file, or the folder with all that is in it. What is not there is fine."""
+        """Delete a file, or a folder with its content. A name that does not exist is no error."""
         assert prefix.strip("/."), "the root itself is never deleted"
-        with self._explained("delete", prefix), suppress(FileNotFoundError):
+        with self._translate_errors("delete", prefix), suppress(FileNotFoundError):
             self._fs.invalidate_cache()
-            self._fs.rm(self._full(prefix), recursive=True)
+            self._fs.rm(self._full_path(prefix), recursive=True)
 
     def local_path(self, name: str) -> Path | None:
-        """Where the file lies on this machine's file system; None for a URL of anything else."""
-        return Path(self._full(name)) if isinstance(self._fs, LocalFileSystem) else None
+        """The path of the file on this machine's file system; None for other URLs."""
+        return Path(self._full_path(name)) if isinstance(self._fs, LocalFileSystem) else None
 
-    def shown(self, name: str) -> str:
-        """The place as a user would write it, for messages."""
+    def display_path(self, name: str) -> str:
+        """The location as a user would write it, for messages."""
         return "/".join(part for part in (self.root.rstrip("/"), name) if part) or self.root
 
-    def _full(self, name: str) -> str:
+    def _full_path(self, name: str) -> str:
         assert ".." not in name.split("/"), name
         return f"{self._base.rstrip('/')}/{name}".rstrip("/")
 
     @contextmanager
-    def _explained(self, verb: str, name: str) -> Iterator[None]:
+    def _translate_errors(self, verb: str, name: str) -> Iterator[None]:
         try:
+            before_access(verb)
             yield
-        # Drivers raise what they like: each cloud has its own tree of errors.
+        # Drivers raise arbitrary exceptions: each cloud has its own classes.
         except Exception as error:
-            raise CheckpointError(f"could not {verb} {self.shown(name)}: {_cause(error)}") from error
+            raise CheckpointError(f"could not {verb} {self.display_path(name)}: {_describe_error(error)}") from error
 
 
 def _connect(root: str) -> tuple[Any, str]:
@@ -132,13 +160,13 @@ def _connect(root: str) -> tuple[Any, str]:
         ) from error
     except Exception as error:
         raise CheckpointError(
-            f"{root} can not be opened ({error}): name a local folder, or a URL such as s3://bucket/folder"
+            f"{root} cannot be opened ({error}): name a local folder, or a URL such as s3://bucket/folder"
         ) from error
     return filesystem, base
 
 
-def _cause(error: Exception) -> str:
-    """What happened and what to do about it."""
+def _describe_error(error: Exception) -> str:
+    """The error message: what happened and what to do about it."""
     match error:
         case OSError(errno=errno.ENOSPC | errno.EDQUOT):
             return "the disk is full: free some space there, or keep fewer checkpoints"
@@ -153,13 +181,13 @@ def _cause(error: Exception) -> str:
     return f"{type(error).__name__}: {error}: check that the place can be reached, then try again"
 
 
-def _replace(path: Path, data: memoryview) -> None:
-    """Write the file beside its place, make it durable, then move it there in one step. What is cleared away meanwhile
-    is made again: when others have completed the same checkpoint, its folder is swept, and this part is merely late."""
-    for left in reversed(range(_TRIES)):
+def _write_atomically(path: Path, data: memoryview) -> None:
+    """Write a file next to its place, make it durable, then rename it. Folders that are deleted meanwhile are created
+    again: when other workers have completed the same checkpoint, its folder is pruned, and this shard is only late."""
+    for left in reversed(range(_WRITE_ATTEMPTS)):
         _make_folder(path.parent)
         try:
-            _put(path, data)
+            _write_and_rename(path, data)
         except FileNotFoundError:
             if not left:
                 raise
@@ -167,11 +195,18 @@ def _replace(path: Path, data: memoryview) -> None:
             return
 
 
-def _put(path: Path, data: memoryview) -> None:
-    # The suffix keeps it out of sight of readers that take every *.safetensors in the folder.
+def _write_and_rename(path: Path, data: memoryview) -> None:
+    with _renamed_at_end(path) as temporary:
+        _write_and_sync(temporary, data)
+
+
+@contextmanager
+def _renamed_at_end(path: Path) -> Iterator[Path]:
+    """A temporary name beside a file. What is there at the end gets the name of the file."""
+    # The suffix hides it from readers that load every *.safetensors file of the folder.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        _write_through(temporary, data)
+        yield temporary
         temporary.replace(path)
         _sync_folder(path.parent)
     except BaseException:
@@ -180,7 +215,7 @@ def _put(path: Path, data: memoryview) -> None:
         raise
 
 
-def _write_through(path: Path, data: memoryview) -> None:
+def _write_and_sync(path: Path, data: memoryview) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         while data:
@@ -191,21 +226,21 @@ def _write_through(path: Path, data: memoryview) -> None:
 
 
 def _make_folder(folder: Path) -> None:
-    """The folder and those above it, each durable before anything is put into it."""
+    """Create a folder and its parents for their owner only, each durable before anything is put into it."""
     if folder.is_dir():
         return
     _make_folder(folder.parent)
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
     _sync_folder(folder.parent)
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make the names in the folder durable: without it a rename may be undone by a power failure."""
+    """Make the names in the folder durable: without this, a power failure may undo a rename."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network file systems can not sync a folder, and need not.
+        # Some network file systems cannot sync a folder, and do not need to.
         if error.errno != errno.EINVAL:
             raise
     finally:

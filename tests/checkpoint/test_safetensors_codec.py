@@ -6,11 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.checkpoint.sample_states import same_bits, same_tensors, tensor_bytes
 
-from culm.checkpoint.shard import decode, encode, sha256
+from culm.checkpoint.safetensors_codec import decode, encode, sha256
 from culm.errors import CheckpointError
-
-from .states import raw, same, same_bits
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
 INTS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8]
@@ -20,20 +19,20 @@ INTS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.u
 def test_every_bit_pattern_comes_back(dtype: torch.dtype, data: bytes) -> None:
     usable = len(data) - len(data) % dtype.itemsize
     tensor = torch.tensor(list(data[:usable]), dtype=torch.uint8).view(dtype)
-    assert same({"x": tensor}, decode(encode({"x": tensor})))
+    assert same_tensors({"x": tensor}, decode(encode({"x": tensor})))
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (2, 3)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool], ids=str)
 def test_every_shape_comes_back(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     tensor = torch.ones(shape, dtype=dtype)
-    assert same({"x": tensor}, decode(encode({"x": tensor})))
+    assert same_tensors({"x": tensor}, decode(encode({"x": tensor})))
 
 
 def test_the_payload_of_a_nan_comes_back() -> None:
     payload = struct.pack("<I", 0x7FC0BEEF)
     tensor = torch.frombuffer(bytearray(payload), dtype=torch.float32)
-    assert raw(decode(encode({"x": tensor}))["x"]) == payload
+    assert tensor_bytes(decode(encode({"x": tensor}))["x"]) == payload
 
 
 def test_a_shard_without_tensors_is_a_shard() -> None:
@@ -44,12 +43,12 @@ def test_tensors_that_share_memory_come_back_as_tensors_of_their_own() -> None:
     base = torch.arange(6.0)
     tied = {"a": base, "b": base, "c": base[2:4], "d": base.view(2, 3).t(), "e": base.view(2, 3).expand(2, 2, 3)}
     found = decode(encode(tied))
-    assert same(found, tied)
+    assert same_tensors(found, tied)
     found["a"].zero_()
     assert same_bits(found["b"], base)
 
 
-def test_a_parameter_that_wants_a_gradient_is_stored_as_its_values() -> None:
+def test_a_parameter_that_requires_grad_is_stored_as_its_values() -> None:
     parameter = torch.nn.Parameter(torch.arange(3.0))
     assert same_bits(decode(encode({"x": parameter}))["x"], torch.arange(3.0))
 
@@ -60,19 +59,19 @@ def test_a_lazily_negated_view_is_stored_with_its_values() -> None:
     assert decode(encode({"x": negated}))["x"].tolist() == [-2.0]
 
 
-def test_the_bytes_can_not_be_changed_by_who_gets_them() -> None:
+def test_the_returned_bytes_are_immutable() -> None:
     assert encode({"x": torch.ones(1)}).readonly
 
 
 def test_any_name_comes_back() -> None:
     tensors = {'0."quoted"\\': torch.ones(1), "0.größe": torch.ones(2), "": torch.ones(3)}
-    assert same(decode(encode(tensors)), tensors)
+    assert same_tensors(decode(encode(tensors)), tensors)
 
 
 @given(st.dictionaries(st.text("ab.0", min_size=1), st.tuples(st.sampled_from(FLOATS + INTS), st.integers(0, 3))))
 def test_a_mixture_of_types_and_sizes_comes_back(kinds: dict[str, tuple[torch.dtype, int]]) -> None:
     tensors = {name: torch.arange(size).to(dtype) for name, (dtype, size) in kinds.items()}
-    assert same(decode(encode(tensors)), tensors)
+    assert same_tensors(decode(encode(tensors)), tensors)
 
 
 def test_the_bytes_depend_on_the_values_alone() -> None:

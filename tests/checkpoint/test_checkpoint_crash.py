@@ -1,4 +1,4 @@
-"""A writer may die at any moment: what was committed before is whole, and the next writer goes on from there."""
+"""A writer may die at any moment: earlier commits are intact, and the next writer continues from them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.checkpoint.sample_states import check_newest_checkpoint, files, save_checkpoint
 
-from culm.checkpoint import Catalog, Storage
+from culm.checkpoint import CheckpointCatalog, Storage
 from culm.errors import CheckpointError
-
-from .states import files, save, whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -24,12 +23,13 @@ PRIMITIVES = ("open", "write", "fsync", "replace", "mkdir", "unlink", "remove", 
 
 
 class Killed(BaseException):
-    """Not an Exception: nobody may handle it."""
+    """Not an Exception, so that no handler catches it."""
 
 
 @contextmanager
 def operations(stop: Callable[[int, str, Callable[..., Any], tuple[Any, ...]], None]) -> Iterator[list[str]]:
-    """Call `stop` with the number of each operation on the disk before it happens; gives the names so far."""
+    """Call `stop` with the number of each disk operation before it happens. Returns the names of the operations so
+    far."""
     done: list[str] = []
 
     def counted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,7 +47,7 @@ def operations(stop: Callable[[int, str, Callable[..., Any], tuple[Any, ...]], N
 
 
 def kill_at(number: int) -> Callable[[int, str, Callable[..., Any], tuple[Any, ...]], None]:
-    """From that operation on nothing happens any more: the dead clean nothing up. A write dies half-way."""
+    """From that operation on nothing happens any more: a dead process cleans nothing up. A write stops half-way."""
 
     def stop(now: int, name: str, real: Callable[..., Any], args: tuple[Any, ...]) -> None:
         if now == number and name == "write":
@@ -59,7 +59,7 @@ def kill_at(number: int) -> Callable[[int, str, Callable[..., Any], tuple[Any, .
 
 
 def fail_at(number: int) -> Callable[[int, str, Callable[..., Any], tuple[Any, ...]], None]:
-    """That one operation fails, and all others work."""
+    """Only that operation fails; all others work."""
 
     def stop(now: int, name: str, real: Callable[..., Any], args: tuple[Any, ...]) -> None:
         if now == number:
@@ -70,8 +70,8 @@ def fail_at(number: int) -> Callable[[int, str, Callable[..., Any], tuple[Any, .
 
 def one_round(folder: Path, step: int, *, workers: int = 2) -> None:
     """What a run does at a checkpoint."""
-    catalog = Catalog(Storage(folder))
-    save(catalog, step, workers=workers)
+    catalog = CheckpointCatalog(Storage(folder))
+    save_checkpoint(catalog, step, workers=workers)
     catalog.prune(keep_last=1)
 
 
@@ -90,7 +90,7 @@ def test_a_kill_at_any_operation_leaves_a_whole_checkpoint(tmp_path: Path) -> No
         one_round(folder, 1)
         with pytest.raises(Killed), operations(kill_at(number)):
             one_round(folder, 2)
-        outcomes.append(whole(folder))
+        outcomes.append(check_newest_checkpoint(folder))
     assert outcomes == sorted(outcomes)
     assert set(outcomes) == {1, 2}
 
@@ -103,7 +103,7 @@ def test_after_a_kill_at_any_operation_the_next_round_leaves_nothing_but_its_che
         with pytest.raises(Killed), operations(kill_at(number)):
             one_round(folder, 2)
         one_round(folder, 3, workers=3)
-        assert whole(folder) == 3
+        assert check_newest_checkpoint(folder) == 3
         assert len(files(folder)) == 4
         assert Storage(folder).list() == ["step-00000003"]
 
@@ -118,8 +118,8 @@ def test_a_kill_while_the_only_checkpoint_is_written_again_leaves_it_whole(tmp_p
         one_round(folder, 1)
         with pytest.raises(Killed), operations(kill_at(number)):
             one_round(folder, 1, workers=3)
-        assert whole(folder) == 1
-        shards.add(len(Catalog(Storage(folder)).newest().manifest.files))
+        assert check_newest_checkpoint(folder) == 1
+        shards.add(len(CheckpointCatalog(Storage(folder)).newest().manifest.files))
     assert shards == {2, 3}
 
 
@@ -132,7 +132,7 @@ def test_a_failure_of_any_operation_is_an_error_that_leaves_a_whole_checkpoint_a
         one_round(folder, 1)
         with pytest.raises(CheckpointError, match="the disk is full"), operations(fail_at(number)):
             one_round(folder, 2)
-        assert whole(folder) in (1, 2)
+        assert check_newest_checkpoint(folder) in (1, 2)
         assert not [name for name in files(folder) if name.endswith(".tmp")]
 
 
@@ -157,32 +157,32 @@ class Doomed(Storage):
             raise Killed
 
 
-def test_a_kill_at_any_put_or_delete_leaves_a_whole_checkpoint_in_an_object_store(memory: str) -> None:
+def test_a_kill_at_any_put_or_delete_leaves_a_whole_checkpoint_in_an_object_store(memory_url: str) -> None:
     outcomes = []
     for number in range(1, 6):
-        root = f"{memory}/{number}"
-        save(Catalog(Storage(root)), 1)
-        doomed = Catalog(Doomed(root, number))
+        root = f"{memory_url}/{number}"
+        save_checkpoint(CheckpointCatalog(Storage(root)), 1)
+        doomed = CheckpointCatalog(Doomed(root, number))
         with pytest.raises(Killed):
-            save(doomed, 2)
+            save_checkpoint(doomed, 2)
             doomed.prune(keep_last=1)
-        outcomes.append(whole(root))
+        outcomes.append(check_newest_checkpoint(root))
     assert outcomes == [1, 1, 1, 2, 2]
 
 
-@pytest.mark.usefixtures("forked")
+@pytest.mark.usefixtures("forked_programs")
 @pytest.mark.real
 def test_a_real_kill_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
-    program = [sys.executable, "-m", "tests.checkpoint.saves_on_and_on", str(tmp_path)]
+    program = [sys.executable, "-m", "tests.checkpoint.write_checkpoints_forever", str(tmp_path)]
     with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as writer:
         assert writer.stdout is not None
         seen = [int(writer.stdout.readline()) for _ in range(5)]
         writer.kill()
         seen += [int(line) for line in writer.stdout]
-    catalog = Catalog(Storage(tmp_path))
+    catalog = CheckpointCatalog(Storage(tmp_path))
     found = catalog.newest()
     assert found.rejected == ()
-    # The commit of one more step may have been made and not yet said.
+    # The commit of one more step may have been made and not yet printed.
     assert found.manifest.step in (seen[-1], seen[-1] + 1)
     for name, tensor in catalog.open(found.manifest).load().items():
         assert tensor.unique().tolist() == [found.manifest.step], name

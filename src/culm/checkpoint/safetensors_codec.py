@@ -1,15 +1,15 @@
-"""Tensors to bytes and back, in the safetensors format: names, shapes and raw values, nothing that could run.
+"""Tensors to bytes and back, in the safetensors format: names, shapes and raw values, nothing executable.
 
-Reading is the library's. Writing is ours, because the library's holds Python's lock while it copies (a second per GB,
-during which no other thread trains) and because it puts metadata into random order. The format is: the length of the
-header in 8 bytes, the header in JSON padded to a multiple of 8, then the values of all tensors without a gap.
+Reading uses the library. Writing does not: the library holds the interpreter lock while it copies (a second per GB,
+during which no other thread trains), and writes metadata in random order. The format: the length of the header in 8
+bytes, the header in JSON padded to a multiple of 8, then the values of all tensors without gaps.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import torch
 from safetensors import SafetensorError
@@ -40,20 +40,22 @@ _DTYPES = {
     torch.bool: "BOOL",
     torch.complex64: "C64",
 }
+DTYPE_OF_NAME = {name: dtype for dtype, name in _DTYPES.items()}
+"""The type of each name in the header of a file."""
 
 _METADATA = {"format": "pt"}
-"""Other tools ask for it."""
+"""Other tools require this entry."""
 
 
 def encode(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] = _METADATA) -> memoryview:
-    """The tensors as one safetensors file: equal tensors give equal bytes, whatever their order or memory layout.
+    """The tensors as one safetensors file. Equal tensors give equal bytes, whatever their order or memory layout.
 
-    They may lie on any device, be views of each other, or share memory; they must not change until this returns.
-    A tensor of a kind that safetensors can not hold is a CheckpointError that names it.
+    They may be on any device, be views of each other, or share memory. They must not change until this returns. Raises
+    CheckpointError, which names the tensor, for a dtype that safetensors cannot hold.
     """
     for name, tensor in tensors.items():
-        _check(name, tensor)
-    # The widest first: so every tensor begins at a multiple of the size of its elements.
+        _check_storable(name, tensor)
+    # The widest dtype first, so that every tensor begins at a multiple of its element size.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header = _header({name: tensors[name] for name in order}, metadata)
     data = torch.empty(len(header) + sum(tensor.nbytes for tensor in tensors.values()), dtype=torch.uint8)
@@ -66,8 +68,38 @@ def encode(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] = _METADAT
     return data.numpy().data.toreadonly()
 
 
+class TensorFile:
+    """Writes a safetensors file one tensor at a time, in any order, so that no more than one is in memory."""
+
+    def __init__(
+        self,
+        file: BinaryIO,
+        described: Mapping[str, tuple[torch.Size, torch.dtype]],
+        metadata: Mapping[str, str] = _METADATA,
+    ) -> None:
+        """`described`: shape and type of every tensor that will be written. The widest types are first in the file."""
+        order = sorted(described, key=lambda name: (-described[name][1].itemsize, name))
+        empty = {n: torch.empty(described[n][0], dtype=described[n][1], device="meta") for n in order}
+        for name, tensor in empty.items():
+            _check_storable(name, torch.empty(0, dtype=tensor.dtype))
+        header = _header(empty, metadata)
+        file.write(header)
+        self._file, self._offsets, at = file, dict[str, int](), len(header)
+        for name, tensor in empty.items():
+            self._offsets[name] = at
+            at += tensor.nbytes
+        self.size = at
+        """Bytes of the whole file."""
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Write a tensor to its place."""
+        self._file.seek(self._offsets[name])
+        plain = tensor.detach().contiguous().reshape(-1)
+        self._file.write(plain.view(torch.uint8).numpy().data)
+
+
 def decode(data: bytes | memoryview) -> dict[str, Tensor]:
-    """The tensors of one safetensors file, in memory of their own. Other bytes are a CheckpointError."""
+    """The tensors of one safetensors file, in their own memory. Raises CheckpointError for other bytes."""
     try:
         return load(bytes(data))
     except (SafetensorError, KeyError) as error:
@@ -75,11 +107,11 @@ def decode(data: bytes | memoryview) -> dict[str, Tensor]:
 
 
 def sha256(data: bytes | memoryview) -> str:
-    """The checksum that receipts and manifests carry, in hexadecimal."""
+    """The SHA-256 checksum of receipts and manifests, in hexadecimal."""
     return hashlib.sha256(data).hexdigest()
 
 
-def _check(name: str, tensor: Tensor) -> None:
+def _check_storable(name: str, tensor: Tensor) -> None:
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.dtype not in _DTYPES:
         kind = "has no data (meta)" if tensor.is_meta else f"is {tensor.layout} {tensor.dtype}"
         raise CheckpointError(

@@ -1,14 +1,14 @@
-"""A program that writes one checkpoint after the other into a folder and says the step of each."""
+"""A program that writes one checkpoint after another into a folder and prints the step of each."""
 
 import sys
 
 import torch
 
-from culm.checkpoint import Catalog, Storage
+from culm.checkpoint import CheckpointCatalog, Storage
 
 
 def main(folder: str) -> None:
-    catalog = Catalog(Storage(folder))
+    catalog = CheckpointCatalog(Storage(folder))
     for step in range(1, 10_000):
         receipts = []
         for worker in range(3):

@@ -6,12 +6,11 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
+from tests.checkpoint.sample_states import files, same_tensors, save_checkpoint, state_tensors
 from torch import nn
 
-from culm.checkpoint import Catalog, Storage, export
+from culm.checkpoint import CheckpointCatalog, Storage, export
 from culm.errors import CheckpointError, UsageError
-
-from .states import files, same, save, state
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,7 +25,7 @@ def model(seed: int) -> nn.Sequential:
 
 @pytest.fixture
 def trained() -> nn.Sequential:
-    """A model with a tied embedding and head and buffers that have moved."""
+    """A model with a tied embedding and head, and buffers that have changed."""
     layers = model(0)
     layers(torch.arange(8)).sum().backward()
     return layers
@@ -35,8 +34,8 @@ def trained() -> nn.Sequential:
 @pytest.fixture
 def run(tmp_path: Path, trained: nn.Sequential) -> Path:
     """A run folder with the trained model at step 30, spread over two workers, and an older checkpoint."""
-    catalog = Catalog(Storage(tmp_path / "run" / "checkpoints"))
-    save(catalog, 20)
+    catalog = CheckpointCatalog(Storage(tmp_path / "run" / "checkpoints"))
+    save_checkpoint(catalog, 20)
     names = [name for name in trained.state_dict() if name != "3.weight"]
     parts: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
     for number, name in enumerate(names):
@@ -52,7 +51,7 @@ def test_an_export_loads_into_sequential(run: Path, trained: nn.Sequential, tmp_
     report = export(run / below, tmp_path / "model.safetensors")
     other = model(1)
     other.load_state_dict(load_file(report.path))
-    assert same(other.state_dict(), trained.state_dict())
+    assert same_tensors(other.state_dict(), trained.state_dict())
     assert (report.step, report.tensors, report.rejected) == (30, 9, ())
     assert report.bytes == (tmp_path / "model.safetensors").stat().st_size
 
@@ -71,8 +70,8 @@ def test_the_same_checkpoint_gives_the_same_file(run: Path, tmp_path: Path) -> N
 
 def test_an_older_step_can_be_asked_for(run: Path, tmp_path: Path) -> None:
     assert export(run, tmp_path / "model.safetensors", step=20).step == 20
-    weights = {name: tensor for name, tensor in state(20).items() if not name.startswith("optimizer.")}
-    assert same(load_file(tmp_path / "model.safetensors"), weights)
+    weights = {name: tensor for name, tensor in state_tensors(20).items() if not name.startswith("optimizer.")}
+    assert same_tensors(load_file(tmp_path / "model.safetensors"), weights)
 
 
 def test_a_step_that_is_not_there_is_answered_with_those_that_are(run: Path, tmp_path: Path) -> None:
@@ -89,12 +88,12 @@ def test_a_damaged_checkpoint_is_passed_over_and_reported(run: Path, tmp_path: P
 
 def test_a_damaged_step_that_was_asked_for_is_an_error_and_writes_nothing(run: Path, tmp_path: Path) -> None:
     (run / "checkpoints" / "step-00000030" / "manifest.json").write_bytes(b"{")
-    with pytest.raises(CheckpointError, match="manifest can not be read"):
+    with pytest.raises(CheckpointError, match="manifest cannot be read"):
         export(run, tmp_path / "model.safetensors", step=30)
     assert not (tmp_path / "model.safetensors").exists()
 
 
-def test_an_existing_file_is_kept_unless_told(run: Path, tmp_path: Path) -> None:
+def test_an_existing_file_is_kept_unless_overwrite(run: Path, tmp_path: Path) -> None:
     target = tmp_path / "model.safetensors"
     target.write_bytes(b"precious")
     with pytest.raises(UsageError, match=r"model.safetensors exists: name another file"):
@@ -125,14 +124,14 @@ def test_a_bare_file_name_lands_in_the_current_folder(
     assert "0.weight" in load_file(tmp_path / "model.safetensors")
 
 
-def test_an_export_goes_from_url_to_url(memory: str) -> None:
-    save(Catalog(Storage(memory)), 4)
-    report = export(memory.removesuffix("/checkpoints"), "memory://out/model.safetensors")
+def test_an_export_goes_from_url_to_url(memory_url: str) -> None:
+    save_checkpoint(CheckpointCatalog(Storage(memory_url)), 4)
+    report = export(memory_url.removesuffix("/checkpoints"), "memory://out/model.safetensors")
     assert Storage("memory://out").size("model.safetensors") == report.bytes
 
 
 def test_a_tied_group_of_which_nothing_is_stored_is_an_error(tmp_path: Path) -> None:
-    save(Catalog(Storage(tmp_path)), 1, facts={"tied": [["8.weight", "9.weight"]]})
+    save_checkpoint(CheckpointCatalog(Storage(tmp_path)), 1, facts={"tied": [["8.weight", "9.weight"]]})
     with pytest.raises(CheckpointError, match=r"holds none of the tied 8.weight, 9.weight"):
         export(tmp_path, tmp_path / "model.safetensors")
 
@@ -142,11 +141,11 @@ def test_torch_reads_the_folder_of_a_step_with_its_own_safetensors_reader(tmp_pa
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    catalog = Catalog(Storage(tmp_path))
+    catalog = CheckpointCatalog(Storage(tmp_path))
     catalog.write_shard(6, catalog.shard_name(6, 9), {"0.weight": torch.zeros(3, 2)})
-    save(catalog, 6, workers=3)
-    wanted = state(6)
+    save_checkpoint(catalog, 6, workers=3)
+    wanted = state_tensors(6)
     found = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
     reader = HuggingFaceStorageReader(str(tmp_path / "step-00000006"))
     load(found, storage_reader=reader, no_dist=True)
-    assert same(found, wanted)
+    assert same_tensors(found, wanted)
