@@ -1,4 +1,4 @@
-"""Tensors here are small."""
+"""Fixtures of the cluster tests, whose tensors are small."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Every timeout of a cluster, from the one setting `suspect_after`. Pure.
+"""Every timeout of a cluster, derived from the one setting `suspect_after`. Pure.
 
-A user says how long a silent machine may be silent. Everything else follows, is checked for order, and is printed at
-the start: timeouts that contradict each other are the classic way to lose healthy nodes.
+The user sets how long a machine may be silent. All other timeouts follow from it, are checked against each other and
+are printed at the start of a run: contradictory timeouts are a common way to lose healthy nodes.
 """
 
 from __future__ import annotations
@@ -11,92 +11,108 @@ from dataclasses import dataclass, field, fields, replace
 
 from culm.errors import UsageError
 
-SHORTEST_LEASE_S = 2.0
-"""etcd does not grant shorter ones."""
+MIN_LEASE_S = 2.0
+"""etcd does not grant shorter leases."""
+DEFAULT_BLOCKED_S = 60.0
+"""How long the event loop of a node may be blocked, unless configured otherwise."""
 _LEASE_CHECK_S = 1.0
-"""etcd looks for leases that ran out twice a second, and revokes them one after the other."""
+"""etcd checks for expired leases twice a second and revokes them one after the other."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timeouts:
-    """Seconds, and what each is for. Made by `derive`, which checks them."""
+    """All timeouts in seconds, with their meaning. Create them with `derive_timeouts`, which checks them."""
 
-    suspect_after: float = field(metadata={"means": "a silent machine is taken for dead (the setting)"})
-    beat: float = field(metadata={"means": "between two beats of a worker to its agent"})
-    lease: float = field(metadata={"means": "a node's keys outlive its last sign to the store"})
-    keepalive: float = field(metadata={"means": "between two signs of a node to the store"})
+    suspect_after: float = field(metadata={"means": "a silent machine is declared lost (the setting)"})
+    heartbeat: float = field(metadata={"means": "between two heartbeats of a worker to its agent"})
+    lease: float = field(metadata={"means": "a node's keys stay in the store after its last keepalive"})
+    keepalive: float = field(metadata={"means": "between two keepalives of a node to the store"})
+    blocked: float = field(metadata={"means": "a blocked event loop of a node keeps its lease (a setting)"})
     store_call: float = field(metadata={"means": "one endpoint of the store may take to answer"})
     connect: float = field(metadata={"means": "connecting to a peer may take"})
-    progress: float = field(metadata={"means": "one action may take before its worker is stuck"})
-    doubt: float = field(metadata={"means": "a report of a lost peer waits for the store"})
-    adopt: float = field(metadata={"means": "a member may take to its first beat in an epoch"})
-    end: float = field(metadata={"means": "a worker that was told to stop may take"})
-    drain: float = field(metadata={"means": "of a spot notice, kept for handing over"})
+    progress: float = field(metadata={"means": "one action may take before its worker counts as hung"})
+    confirm_loss: float = field(metadata={"means": "a report of an unreachable peer waits for the store"})
+    adopt: float = field(metadata={"means": "a member may take to its first heartbeat in an epoch"})
+    end: float = field(metadata={"means": "a stopping worker may take to end"})
+    drain: float = field(metadata={"means": "of a preemption notice, reserved for the handover"})
 
 
-def derive(suspect_after: float = 5.0, *, slowest_action: float = 0.0, **changed: float) -> Timeouts:
-    """All timeouts from one; `slowest_action`: seconds of the longest one of the plan, where it is known.
+def derive_timeouts(
+    suspect_after: float = 5.0,
+    *,
+    slowest_action: float = 0.0,
+    blocked_after: float = DEFAULT_BLOCKED_S,
+    **overrides: float,
+) -> Timeouts:
+    """Derive all timeouts from `suspect_after` and from `slowest_action`, the seconds of the plan's longest action.
 
-    `changed` replaces some by name, for tests and for who knows better. UsageError: they are out of order.
+    `blocked_after`: how long the event loop of a node may make no progress before its lease is left to expire. It is
+    never below the lease.
+
+    `overrides` replace single timeouts by name. Raises UsageError if the result is inconsistent.
     """
     if not (math.isfinite(suspect_after) and 0.1 <= suspect_after <= 600):
         raise UsageError(f"suspect_after is {suspect_after}: give seconds from 0.1 to 600 (default 5)")
-    lease = max(SHORTEST_LEASE_S, math.ceil(suspect_after))
-    made = Timeouts(
+    if not (math.isfinite(blocked_after) and 1 <= blocked_after <= 86_400):
+        raise UsageError(f"blocked_after is {blocked_after}: give seconds from 1 to 86400 (default 60)")
+    lease = max(MIN_LEASE_S, math.ceil(suspect_after))
+    timeouts = Timeouts(
         suspect_after=suspect_after,
-        beat=suspect_after / 5,
+        heartbeat=suspect_after / 5,
         lease=lease,
         keepalive=lease / 3,
+        blocked=max(blocked_after, lease),
         store_call=lease / 4,
         connect=suspect_after,
         progress=2 * suspect_after + 5 * slowest_action,
-        doubt=lease + suspect_after + _LEASE_CHECK_S,
+        confirm_loss=lease + suspect_after + _LEASE_CHECK_S,
         adopt=12 * suspect_after + 5 * slowest_action,
         end=suspect_after,
         drain=2 * suspect_after,
     )
-    return check(_changed(made, changed))
+    return check_timeouts(_with_overrides(timeouts, overrides))
 
 
-def check(times: Timeouts) -> Timeouts:
-    """The same, if they are in order; else UsageError with the first pair that is not."""
-    for name, seconds, _ in table(times):
+def check_timeouts(timeouts: Timeouts) -> Timeouts:
+    """Return the timeouts if they are consistent. Raises UsageError that names the first pair that is not."""
+    for name, seconds, _ in timeout_table(timeouts):
         if not seconds > 0:
-            raise UsageError(f"{name} is {seconds} s: a timeout is above zero")
-    for lower, low, upper, high, why in _order(times):
+            raise UsageError(f"{name} is {seconds} s: use a timeout above zero")
+    for lower, low, upper, high, why in _order_constraints(timeouts):
         if low > high:
             raise UsageError(f"{lower} ({low:g} s) must not be above {upper} ({high:g} s): {why}")
-    return times
+    return timeouts
 
 
-def table(times: Timeouts) -> list[tuple[str, float, str]]:
-    """Name, seconds and meaning of each, for printing at the start."""
-    return [(found.name, getattr(times, found.name), found.metadata["means"]) for found in fields(times)]
+def timeout_table(timeouts: Timeouts) -> list[tuple[str, float, str]]:
+    """Name, seconds and meaning of each timeout, for printing."""
+    return [(entry.name, getattr(timeouts, entry.name), entry.metadata["means"]) for entry in fields(timeouts)]
 
 
-def _order(t: Timeouts) -> list[tuple[str, float, str, float, str]]:
-    """What must not be above what, and why."""
+def _order_constraints(t: Timeouts) -> list[tuple[str, float, str, float, str]]:
+    """The pairs that must be in order, each with the reason: (lower name, seconds, upper name, seconds, reason)."""
     return [
-        ("3 x beat", 3 * t.beat, "suspect_after", t.suspect_after, "one late beat is no death"),
-        ("the shortest lease", SHORTEST_LEASE_S, "lease", t.lease, "etcd grants none below 2 s"),
-        ("suspect_after", t.suspect_after, "lease", t.lease, "a silent machine would be gone before it is suspected"),
+        ("3 x heartbeat", 3 * t.heartbeat, "suspect_after", t.suspect_after, "one late heartbeat is not a failure"),
+        ("the shortest lease", MIN_LEASE_S, "lease", t.lease, "etcd grants none below 2 s"),
+        ("suspect_after", t.suspect_after, "lease", t.lease, "the keys of a silent node would expire too early"),
         (
             "keepalive + 2 x store_call",
             t.keepalive + 2 * t.store_call,
             "lease",
             t.lease,
-            "one endpoint that is silent must not cost a node its lease",
+            "one silent endpoint must not cost a node its lease",
         ),
-        ("suspect_after", t.suspect_after, "progress", t.progress, "a busy worker is given longer than a silent one"),
-        ("progress", t.progress, "adopt", t.adopt, "who has not begun yet is given longer than who has"),
-        ("lease", t.lease, "doubt", t.doubt, "the store must have time to say who is gone"),
-        ("end", t.end, "drain", t.drain, "handing over includes tidying up"),
+        ("suspect_after", t.suspect_after, "progress", t.progress, "a busy worker gets longer than a silent one"),
+        ("progress", t.progress, "adopt", t.adopt, "a worker that has not started gets longer than a running one"),
+        ("lease", t.lease, "blocked", t.blocked, "a loop that is late for one lease is not hung"),
+        ("lease", t.lease, "confirm_loss", t.confirm_loss, "the store needs time to report a lost node"),
+        ("end", t.end, "drain", t.drain, "the handover includes stopping the worker"),
     ]
 
 
-def _changed(times: Timeouts, changed: dict[str, float]) -> Timeouts:
-    known = [found.name for found in fields(times)]
-    for name in changed:
+def _with_overrides(timeouts: Timeouts, overrides: dict[str, float]) -> Timeouts:
+    known = [entry.name for entry in fields(timeouts)]
+    for name in overrides:
         if name not in known:
-            raise UsageError(f"{name} is no timeout: there are {', '.join(known)}")
-    return replace(times, **changed)
+            raise UsageError(f"{name} is not a timeout: choose one of {', '.join(known)}")
+    return replace(timeouts, **overrides)
