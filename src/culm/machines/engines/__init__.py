@@ -1,0 +1,1 @@
+"""Engines: one module for each machine provider of `culm launch --on NAME`."""

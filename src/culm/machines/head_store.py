@@ -1,0 +1,139 @@
+"""The store that `culm head` starts for machines of a cluster: an etcd with TLS and a password.
+
+Its folder holds the certificate, the key, the secret and the data, readable by the owner only. A head that is started
+again with the same folder has the same token.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import os
+import secrets
+import shutil
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from culm.errors import UsageError
+from culm.machines.join_token import JoinToken, certificate_fingerprint, head_password
+from culm.providers.advertised_address import is_own_address
+from culm.providers.private_etcd import PrivateEtcd, TlsFiles
+
+if TYPE_CHECKING:
+    from cryptography.x509 import GeneralName
+
+_CERTIFICATE_DAYS = 3650
+_SECRET_BYTES = 32
+_OWNER_ONLY = 0o600
+
+
+@dataclass(frozen=True)
+class HeadFolder:
+    """Files of a head, created when they are missing."""
+
+    path: Path
+    secret: bytes
+    tls: TlsFiles
+
+    @property
+    def password(self) -> str:
+        return head_password(self.secret)
+
+
+def open_head_folder(path: Path, addresses: list[str], *, new_secret: bool = False) -> HeadFolder:
+    """Open or create the folder of a head. `addresses`: names and addresses for its certificate.
+
+    `new_secret` replaces the secret and the certificate and deletes the data: old tokens do not work any more. Raises
+    UsageError if the folder cannot be used.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.chmod(0o700)
+        secret_file, certificate, key = path / "secret", path / "certificate.pem", path / "key.pem"
+        if new_secret:
+            shutil.rmtree(path / "data", ignore_errors=True)  # it requires the old password
+        if new_secret or not secret_file.exists():
+            _write_private(secret_file, secrets.token_bytes(_SECRET_BYTES))
+        if new_secret or not (certificate.exists() and key.exists()):
+            certificate_pem, key_pem = make_certificate(addresses)
+            _write_private(key, key_pem)
+            _write_private(certificate, certificate_pem)
+        secret = secret_file.read_bytes()
+    except OSError as error:
+        raise UsageError(f"--data is {str(path)!r}: it cannot be used ({error.strerror})") from None
+    if len(secret) != _SECRET_BYTES:
+        raise UsageError(f"{secret_file} has {len(secret)} bytes: it is not a secret of culm head, use another --data")
+    return HeadFolder(path, secret, TlsFiles(certificate, key))
+
+
+def head_etcd(folder: HeadFolder, host: str, port: int) -> PrivateEtcd:
+    """The etcd of a head, not started yet. Raises UsageError if the port is taken."""
+    bind = host if is_own_address(host) else "0.0.0.0"
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((bind, port))
+        except OSError as error:
+            raise UsageError(f"--port {port} cannot be used on {bind} ({error.strerror}): choose another") from None
+    return PrivateEtcd(
+        folder.path, host=host, bind=bind, port=port, tls=folder.tls, password=folder.password, durable=True
+    )
+
+
+def head_token(folder: HeadFolder, host: str, port: int, *, job: str = "", expires_at: int = 0) -> JoinToken:
+    """The token with which machines join runs of this head."""
+    return JoinToken(
+        endpoints=(f"https://{host}:{port}",),
+        secret=folder.secret,
+        fingerprint=certificate_fingerprint(folder.tls.certificate.read_text()),
+        user="root",
+        job=job,
+        expires_at=expires_at,
+    )
+
+
+def make_certificate(addresses: list[str]) -> tuple[bytes, bytes]:
+    """A self-signed certificate and its key in PEM, for these names and addresses."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import NameOID
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "culm head")])
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=_CERTIFICATE_DAYS))
+        .add_extension(x509.SubjectAlternativeName([_general_name(address) for address in addresses]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    return certificate.public_bytes(serialization.Encoding.PEM), key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+
+
+def _general_name(address: str) -> GeneralName:
+    from cryptography import x509
+
+    try:
+        return x509.IPAddress(ipaddress.ip_address(address))
+    except ValueError:
+        return x509.DNSName(address)
+
+
+def _write_private(path: Path, content: bytes) -> None:
+    """Replace a file in one step, readable by the owner only."""
+    made = path.with_suffix(".new")
+    with os.fdopen(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, _OWNER_ONLY), "wb") as file:
+        file.write(content)
+    made.chmod(_OWNER_ONLY)
+    made.replace(path)

@@ -1,0 +1,156 @@
+"""The machines of a launch are ended whatever happens, and a fleet acts on what its provider says."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from tests.machines.scripted_machines import ScriptedMachines
+
+from culm.cli import main
+from culm.config import RunConfig
+from culm.errors import RunError
+from culm.machines.fleet_controller import FleetController, FleetTarget, MachineOffer
+from culm.machines.join_token import JoinToken, encode_token
+from culm.machines.launch_order import LaunchOrder
+from culm.machines.launch_registry import known_launches
+from culm.machines.launched_run import open_launch
+from culm.machines.machine_fleet import MachineFleet
+from culm.machines.machine_provider import LaunchSpec, MachineRequest, ProviderSettings
+from culm.testing.virtual_time import VirtualClock, run_virtual
+
+SCRIPTED = "tests.machines.scripted_machines:ScriptedMachines"
+TOKEN = encode_token(JoinToken(endpoints=("https://10.0.0.1:2379",), secret=b"s" * 32))
+SPEC = LaunchSpec(launch="gpt-1", job="gpt", token=TOKEN)
+SPOT = MachineRequest(count=1, market="spot")
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CULM_HOME", str(tmp_path))
+    monkeypatch.setattr(ScriptedMachines, "downs", 0)
+    monkeypatch.setattr(ScriptedMachines, "failing_downs", 0)
+    monkeypatch.setattr("culm.machines.machine_fleet._TEARDOWN_RETRY_S", 0.0)
+
+
+async def launch_and(error: BaseException | None, said: list[str]) -> None:
+    order = LaunchOrder(launch="gpt-1", job="gpt", provider=SCRIPTED, requests=(SPOT,))
+    async with open_launch(order, RunConfig(nodes=2, join=TOKEN), "gpt", said.append) as launched:
+        assert (launched.config.join, launched.config.job_name) == (TOKEN, "gpt")
+        assert [launch.is_supervised for launch in known_launches()] == [True]
+        if error is not None:
+            raise error
+
+
+@pytest.mark.parametrize("error", [None, RunError("the run failed"), asyncio.CancelledError(), KeyboardInterrupt()])
+def test_machines_are_ended_after_success_errors_and_interrupts(error: BaseException | None) -> None:
+    try:
+        asyncio.run(launch_and(error, []))
+    except BaseException as raised:
+        assert type(raised) is type(error)
+    assert ScriptedMachines.downs == 1
+    assert known_launches() == []
+
+
+def test_an_engine_that_does_not_answer_once_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ScriptedMachines, "failing_downs", 2)
+    said: list[str] = []
+    asyncio.run(launch_and(None, said))
+    assert said == ["the machines cannot be ended yet: the engine does not answer"] * 2
+    assert known_launches() == []
+
+
+def test_what_can_not_be_ended_is_said_and_stays_known_until_culm_down(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ScriptedMachines, "failing_downs", 4)
+    said: list[str] = []
+    asyncio.run(launch_and(None, said))
+    assert said[-1] == "machines may be left: the engine does not answer; end them with culm down gpt"
+    (launch,) = known_launches()
+    assert not launch.is_supervised
+    with pytest.raises(SystemExit) as ended:
+        main(["down", "gpt"])
+    assert ended.value.code == 0
+    assert "nothing of gpt (gpt-1 on " in capsys.readouterr().out
+    assert known_launches() == []
+
+
+def test_a_launch_that_costs_money_asks_first(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "gpt.py").write_text("def job(): raise AssertionError('nobody may load it')\n")
+    command = ["launch", str(tmp_path / "gpt.py"), "--on", SCRIPTED, "--nodes", "2", "--spot"]
+    with pytest.raises(SystemExit) as ended:
+        main(command)
+    said = capsys.readouterr()
+    assert ended.value.code == 2
+    assert "costs money, and nobody can be asked: add --yes" in said.err
+    assert "$2.000/h" in said.out
+    assert known_launches() == []
+    with pytest.raises(SystemExit):
+        main([*command, "--dry-run"])
+    assert capsys.readouterr().out.startswith("2 machines: culm agent --join env --job gpt")
+
+
+def test_a_fleet_replaces_what_the_market_takes_and_says_what_it_waits_for() -> None:
+    said: list[str] = []
+    provider = ScriptedMachines(ProviderSettings(launch="gpt-1"))
+    provider.capacity = 2
+
+    async def main() -> None:
+        clock = VirtualClock()
+        joined: dict[str, bool] = {}
+        target = FleetTarget(count=3, offers=(MachineOffer(SPOT, 1.0),))
+        fleet = MachineFleet(
+            provider,
+            SPEC,
+            FleetController(target),
+            clock,
+            in_run=lambda: joined,
+            on_line=said.append,
+            on_give_up=said.append,
+        )
+        keeping = asyncio.create_task(fleet.keep())
+        await clock.sleep(5)
+        joined.update({"m1": True, "m2": True})
+        await clock.sleep(60)
+        assert [line for line in said if line.startswith("2 of 3 machines have joined, waiting for")]
+        provider.capacity = 3
+        await clock.sleep(300)
+        assert sorted(provider.all) == ["m1", "m2", "m3"]
+        joined["m3"] = True
+        provider.outage = "the engine is down"
+        await clock.sleep(60)
+        provider.outage = ""
+        provider.end("m2")
+        del joined["m2"]
+        await clock.sleep(60)
+        keeping.cancel()
+
+    run_virtual(main())
+    assert said[0] == "requesting 3 machines (spot): 0 of 3 machines are there"
+    assert said[1] == "1 machine could not be had: asking again in 2 s"
+    assert sum("the machines cannot be listed" in line for line in said) == 1
+    assert "machine m2 is gone: taken" in said
+    assert provider.all["m4"].state == "running"
+
+
+def test_agents_report_what_their_machine_costs() -> None:
+    request = MachineRequest(count=2, instance="g5.xlarge", market="spot", zone="us-east-1a")
+    priced = LaunchSpec(launch="gpt-1", job="gpt", token=TOKEN, prices={("g5.xlarge", "spot", "us-east-1a"): 0.4})
+    line = priced.agent_command_line(request)
+    assert "--market spot --price 0.4 --instance g5.xlarge" in line
+    assert "--price" not in SPEC.agent_command_line(request)
+
+
+def test_a_deadline_makes_on_demand_machines_an_offer_and_a_budget_needs_no_price(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "gpt.py").write_text("def job(): raise AssertionError('nobody may load it')\n")
+    command = ["launch", str(tmp_path / "gpt.py"), "--on", SCRIPTED, "--nodes", "2", "--spot", "--dry-run"]
+    with pytest.raises(SystemExit) as ended:
+        main([*command, "--deadline", "48h", "--budget", "500", "--out", str(tmp_path / "run")])
+    said = capsys.readouterr()
+    assert ended.value.code == 0, said.err
+    assert "$2.000/h" in said.err
+    assert "$6.000/h" in said.err
