@@ -1,43 +1,37 @@
-"""The ledger: which steps are committed, and that every sample was counted once. Pure: reports in, facts out."""
+"""The ledger: which steps are committed, and whether every sample was counted once. Pure: reports in, steps out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
-from culm.runtime.epoch import EvaluationReport, StepReport
-from culm.runtime.update import added
+import msgspec
 
-
-@dataclass(frozen=True)
-class CommittedStep:
-    """A step that every holder has the complete sums of."""
-
-    step: int
-    loss: float
-    samples: int
-    lost: int
-    duplicated: int
-    at: float
-    norm: float | None
-    skipped: bool
-    evaluation: float | None
+from culm.data.stream import other_items_message
+from culm.errors import JobError
+from culm.metric import Metric
+from culm.monitor import EvaluationInterval
+from culm.observe.step_metrics import StepMetrics
+from culm.runtime.compute.weight_update import sequential_sum
+from culm.runtime.messages import CountRun, EvaluationReport, StepReport
+from culm.runtime.microbatch_stats import combine_values
 
 
-class Run(NamedTuple):
-    """Steps in a row that each counted, and lost, as many samples, and moved the weights or did not."""
+class StepRange(NamedTuple):
+    """Consecutive steps with the same number of counted and lost samples, and the same `skipped`."""
 
-    first: int
+    first_step: int
     steps: int
     samples: int
-    lost: int
+    samples_lost: int
     skipped: bool
+    samples_duplicated: int = 0
 
 
 @dataclass
-class _Open:
-    """What has been heard of a step that is not committed, by node: a report that comes twice counts once."""
+class _OpenStep:
+    """The reports of a step that is not committed, by worker: a report that arrives twice counts once."""
 
     reports: dict[int, StepReport] = field(default_factory=dict)
     evaluations: dict[int, EvaluationReport] = field(default_factory=dict)
@@ -45,138 +39,201 @@ class _Open:
 
 @dataclass
 class Ledger:
-    """Collects reports of the workers, in any order, and gives committed steps, in order.
+    """Collects the reports of the workers, in any order, and returns committed steps, in order.
 
-    It keeps totals, the last step and the evaluations, so that a run of a million steps takes no more room than one
-    of ten: the steps themselves are in the run folder.
+    It keeps totals, the last step and the evaluations only, so that its size does not grow with the number of steps;
+    the steps themselves are in the run folder.
     """
 
     workers: int
     micro_batch: int
     evaluate_every: int = 0
+    chosen_evaluations: Collection[int] = ()
+    """Evaluations that are due by time: the steps completed before each. The leader adds to them."""
     evaluation_parts: int = 0
-    """Micro-batches of one evaluation: it is complete when all are in."""
+    """Micro-batches of one evaluation: it is complete when all are reported."""
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    """The metrics of the job, which evaluations have, too."""
     next_step: int = 0
+    started_at: float = 0.0
+    """When the run started, by the clock that reports carry: `StepMetrics.t` counts from it."""
     steps: int = 0
-    """Committed here; a resumed run counts from its checkpoint on."""
+    """Committed steps; a resumed run counts from its checkpoint on."""
     samples: int = 0
-    lost: int = 0
-    duplicated: int = 0
-    skipped: int = 0
-    redone: int = 0
-    """Samples of steps that were committed, and are run once more: they count once, and their time is lost."""
-    runs: list[Run] = field(default_factory=list)
-    """All steps that count, as few runs as they make: so a part of them can be taken back."""
-    last: CommittedStep | None = None
+    samples_lost: int = 0
+    samples_duplicated: int = 0
+    skipped_steps: int = 0
+    samples_redone: int = 0
+    """Samples of committed steps that are run again after a rewind: they count once."""
+    step_ranges: list[StepRange] = field(default_factory=list)
+    """All committed steps, in as few ranges as possible: `rewind` subtracts a part of them from the totals."""
+    last_step: StepMetrics | None = None
     evaluations: dict[int, float] = field(default_factory=dict)
-    """By step."""
-    _open: dict[int, _Open] = field(default_factory=dict)
+    """Evaluation losses by step."""
+    evaluation_values: dict[int, dict[str, float]] = field(default_factory=dict)
+    """The loss and the named values of evaluations by step: eval_loss, eval_accuracy, ..."""
+    _open_steps: dict[int, _OpenStep] = field(default_factory=dict)
 
-    def note(self, report: StepReport | EvaluationReport) -> list[CommittedStep]:
-        """Take a report; returns the steps that it completes. What comes for a committed step is passed over."""
+    def add_report(self, report: StepReport | EvaluationReport) -> list[StepMetrics]:
+        """Add a report and return the steps that it completes. A report of a committed step is ignored."""
         if report.step < self.next_step:
             return []
-        entry = self._open.setdefault(report.step, _Open())
+        entry = self._open_steps.setdefault(report.step, _OpenStep())
         if isinstance(report, StepReport):
-            entry.reports[report.node] = report
+            entry.reports[report.worker] = report
         else:
-            entry.evaluations[report.node] = report
-        return list(self._completed())
+            entry.evaluations[report.worker] = report
+        return list(self._commit_complete_steps())
 
-    def regroup(self, workers: int) -> None:
-        """Another epoch: what was heard of open steps is void, everyone who is left reports them anew."""
+    def start_epoch(self, workers: int) -> None:
+        """Start an epoch with this many workers: reports of open steps are dropped, all workers report them again."""
         self.workers = workers
-        self._open.clear()
+        self._open_steps.clear()
 
     def rewind(self, step: int) -> None:
-        """To a checkpoint: the steps since then will be run, and counted, again. It may be ahead of what everyone has
-        reported: whoever saved it has made all steps that it holds, and so they count."""
-        while self.next_step < step and self._presumed() is not None:
+        """Go back to a checkpoint with this many steps; later steps will be run and counted again.
+
+        The checkpoint may be ahead of the reports: the workers that saved it have completed its steps, so they count.
+        """
+        while self.next_step < step and self._commit_presumed_step() is not None:
             pass
         before = self.samples
-        left = [run._replace(steps=min(run.steps, step - run.first)) for run in self.runs if run.first < step]
-        self.runs, self.next_step = left, step
+        left = [
+            run._replace(steps=min(run.steps, step - run.first_step))
+            for run in self.step_ranges
+            if run.first_step < step
+        ]
+        self.step_ranges, self.next_step = left, step
         self.steps = sum(run.steps for run in left)
         self.samples = sum(run.steps * run.samples for run in left)
-        self.lost = sum(run.steps * run.lost for run in left)
-        self.skipped = sum(run.steps * run.skipped for run in left)
-        self.redone += before - self.samples
+        self.samples_lost = sum(run.steps * run.samples_lost for run in left)
+        self.samples_duplicated = sum(run.steps * run.samples_duplicated for run in left)
+        self.skipped_steps = sum(run.steps * run.skipped for run in left)
+        self.samples_redone += before - self.samples
         self.evaluations = {at: loss for at, loss in self.evaluations.items() if at < step}
-        self._open.clear()
+        self.evaluation_values = {at: values for at, values in self.evaluation_values.items() if at < step}
+        self._open_steps.clear()
 
-    def _presumed(self) -> CommittedStep | None:
-        """Enter the next step by the reports that there are or, without any, as one like the last."""
-        entry = self._open.pop(self.next_step, _Open())
+    def _commit_presumed_step(self) -> StepMetrics | None:
+        """Commit the next step from the reports that have arrived; without any, as a copy of the last step."""
+        entry = self._open_steps.pop(self.next_step, _OpenStep())
         if any(report.loss_sum is not None for report in entry.reports.values()):
-            made: CommittedStep | None = _committed(self.next_step, entry, self.micro_batch)
+            committed: StepMetrics | None = self._merge_reports(entry)
+        elif self.last_step is None:
+            committed = None
         else:
-            made = None if self.last is None else replace(self.last, step=self.next_step, evaluation=None)
-        if made is not None:
-            self._enter(made)
-        return made
+            ours = {evaluation_name(name) for name in self.metrics}
+            values = {name: value for name, value in self.last_step.values.items() if name not in ours}
+            committed = msgspec.structs.replace(self.last_step, step=self.next_step, eval_loss=None, values=values)
+        if committed is not None:
+            self._add_committed(committed)
+        return committed
 
-    def _completed(self) -> Iterator[CommittedStep]:
-        while self._complete(self.next_step):
-            made = _committed(self.next_step, self._open.pop(self.next_step), self.micro_batch)
-            self._enter(made)
-            yield made
+    def _commit_complete_steps(self) -> Iterator[StepMetrics]:
+        while self._is_complete(self.next_step):
+            committed = self._merge_reports(self._open_steps.pop(self.next_step))
+            self._add_committed(committed)
+            yield committed
 
-    def _complete(self, step: int) -> bool:
-        entry = self._open.get(step)
+    def _is_complete(self, step: int) -> bool:
+        entry = self._open_steps.get(step)
         if entry is None or len(entry.reports) < self.workers:
             return False
-        return not self._evaluates(step) or len(_parts(entry)) >= self.evaluation_parts
+        return not self._has_evaluation(step) or len(_evaluation_parts(entry)) >= self.evaluation_parts
 
-    def _evaluates(self, step: int) -> bool:
-        return bool(self.evaluate_every) and (step + 1) % self.evaluate_every == 0
+    def _has_evaluation(self, step: int) -> bool:
+        return EvaluationInterval(self.evaluate_every).is_due_by_count(step + 1) or step + 1 in self.chosen_evaluations
 
-    def _enter(self, made: CommittedStep) -> None:
-        self._lengthen(Run(made.step, 1, made.samples, made.lost, made.skipped))
+    def _add_committed(self, committed: StepMetrics) -> None:
+        self._extend_step_ranges(
+            StepRange(
+                committed.step,
+                1,
+                committed.samples,
+                committed.samples_lost,
+                committed.skipped,
+                committed.samples_duplicated,
+            )
+        )
         self.next_step += 1
         self.steps += 1
-        self.samples += made.samples
-        self.lost += made.lost
-        self.duplicated += made.duplicated
-        self.skipped += made.skipped
-        self.last = made
-        if made.evaluation is not None:
-            self.evaluations[made.step] = made.evaluation
+        self.samples += committed.samples
+        self.samples_lost += committed.samples_lost
+        self.samples_duplicated += committed.samples_duplicated
+        self.skipped_steps += committed.skipped
+        self.last_step = committed
+        if committed.eval_loss is not None:
+            self.evaluations[committed.step] = committed.eval_loss
+            named = {name: committed.values[name] for name in map(evaluation_name, self.metrics)}
+            self.evaluation_values[committed.step] = {"eval_loss": committed.eval_loss, **named}
 
-    def _lengthen(self, one: Run) -> None:
-        """Another step: like those before it, or the first of another run."""
-        before = self.runs.pop() if self.runs else one._replace(steps=0)
-        if before[2:] == one[2:]:
-            self.runs.append(before._replace(steps=before.steps + 1))
+    def _extend_step_ranges(self, step_range: StepRange) -> None:
+        """Add a step to the last range if it is like the steps there, else begin another range."""
+        before = self.step_ranges.pop() if self.step_ranges else step_range._replace(steps=0)
+        if before[2:] == step_range[2:]:
+            self.step_ranges.append(before._replace(steps=before.steps + 1))
         else:
-            self.runs += [before, one]
+            self.step_ranges += [before, step_range]
+
+    def _merge_reports(self, entry: _OpenStep) -> StepMetrics:
+        """The metrics of the next step from all of its reports: a sample is lost if any layer missed it, duplicated if
+        any layer counted it twice."""
+        reports = list(entry.reports.values())
+        self._check_streams(reports)
+        distinct = {report.counts for report in reports}  # usually one: every worker has each micro-batch once
+        least = [min(counts) for counts in zip(*(_expand(runs, "least") for runs in distinct), strict=True)]
+        most = [max(counts) for counts in zip(*(_expand(runs, "most") for runs in distinct), strict=True)]
+        last_stage = next(r for r in reports if r.loss_sum is not None)
+        assert last_stage.loss_sum is not None
+        return StepMetrics(
+            step=self.next_step,
+            t=round(max(r.reported_at for r in reports) - self.started_at, 6),
+            loss=last_stage.loss_sum / (last_stage.weight_sum or 1.0),
+            samples=sum(count > 0 for count in least) * self.micro_batch,
+            norm=last_stage.grad_norm,
+            eval_loss=_mean_evaluation_loss(entry),
+            skipped=last_stage.skipped,
+            samples_lost=sum(count == 0 for count in least) * self.micro_batch,
+            samples_duplicated=sum(max(0, count - 1) for count in most) * self.micro_batch,
+            values={**last_stage.values, **self._evaluation_values(entry)},
+        )
+
+    def _check_streams(self, reports: Iterable[StepReport]) -> None:
+        """Raise JobError if workers have read different items from a stream."""
+        readers = {report.stream_digest: report.worker for report in reports if report.stream_digest is not None}
+        if len(readers) > 1:
+            one, other, *_ = sorted(readers.values())
+            first = self.next_step
+            raise JobError(other_items_message(f"gave worker {other} other items in step {first} than worker {one}"))
+
+    def _evaluation_values(self, entry: _OpenStep) -> dict[str, float]:
+        """The values of Job.metrics over the evaluation set, in micro-batch order; empty without an evaluation."""
+        parts = _evaluation_parts(entry)
+        if not parts or not sequential_sum(weight for _, _, weight, _ in parts):
+            return {}
+        weights = [weight for _, _, weight, _ in parts]
+        return {
+            evaluation_name(name): combine_values(metric, [values[column] for *_, values in parts], weights)
+            for column, (name, metric) in enumerate(self.metrics.items())
+        }
 
 
-def _committed(step: int, entry: _Open, micro_batch: int) -> CommittedStep:
-    """What all reports of a step come to: a sample is lost if any layer missed it, duplicated if any had it twice."""
-    reports = list(entry.reports.values())
-    least = [min(counts) for counts in zip(*(r.counted for r in reports), strict=True)]
-    most = [max(counts) for counts in zip(*(r.counted_most for r in reports), strict=True)]
-    spoken = next(r for r in reports if r.loss_sum is not None)
-    assert spoken.loss_sum is not None
-    return CommittedStep(
-        step=step,
-        loss=spoken.loss_sum / (spoken.weight_sum or 1.0),
-        samples=sum(count > 0 for count in least) * micro_batch,
-        lost=sum(count == 0 for count in least) * micro_batch,
-        duplicated=sum(max(0, count - 1) for count in most) * micro_batch,
-        at=max(r.at for r in reports),
-        norm=spoken.norm,
-        skipped=spoken.skipped,
-        evaluation=_evaluation(entry),
-    )
+def _expand(runs: Iterable[CountRun], which: Literal["least", "most"]) -> list[int]:
+    """One count for each micro-batch."""
+    return [getattr(run, which) for run in runs for _ in range(run.micro_batches)]
 
 
-def _evaluation(entry: _Open) -> float | None:
-    """The mean over all micro-batches, added in their order: the same sum, whoever ran them and reported first."""
-    parts = _parts(entry)
-    weight = added(weight for _, _, weight in parts)
-    return added(loss for _, loss, _ in parts) / weight if weight else None
+def evaluation_name(name: str) -> str:
+    """The name of a value of Job.metrics where it is computed on the evaluation set."""
+    return f"eval_{name}"
 
 
-def _parts(entry: _Open) -> list[tuple[int, float, float]]:
-    return sorted(part for report in entry.evaluations.values() for part in report.parts)
+def _mean_evaluation_loss(entry: _OpenStep) -> float | None:
+    """The mean over all micro-batches, added in micro-batch order so that the order of reports does not matter."""
+    parts = _evaluation_parts(entry)
+    weight = sequential_sum(weight for _, _, weight, _ in parts)
+    return sequential_sum(loss for _, loss, _, _ in parts) / weight if weight else None
+
+
+def _evaluation_parts(entry: _OpenStep) -> list[tuple[int, float, float, tuple[float, ...]]]:
+    return sorted(part for report in entry.evaluations.values() for part in report.micro_batch_losses)

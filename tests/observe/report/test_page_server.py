@@ -11,18 +11,20 @@ from typing import Any
 
 import aiohttp
 import pytest
-from tests.observe.told import contents, steps
+from tests.observe.sample_runs import contents, steps
 
 from culm.errors import UsageError
-from culm.observe import page
-from culm.observe.serving import Window, local, served
+from culm.observe.report import html_page
+from culm.observe.report.page_server import CachedView, is_loopback, serve_page
 
 
-def asked(*paths: str, method: str = "GET", host: str | None = None, window: Window | None = None) -> list[Any]:
+def request_all(
+    *paths: str, method: str = "GET", host: str | None = None, window: CachedView | None = None
+) -> list[Any]:
     """Status, headers and text of each answer."""
 
     async def ask() -> list[Any]:
-        async with served(window or Window(contents)) as address, aiohttp.ClientSession() as session:
+        async with serve_page(window or CachedView(contents)) as address, aiohttp.ClientSession() as session:
             found = []
             for path in paths:
                 headers = {} if host is None else {"Host": host}
@@ -34,21 +36,21 @@ def asked(*paths: str, method: str = "GET", host: str | None = None, window: Win
 
 
 def test_there_are_a_page_its_data_its_scripts_and_metrics() -> None:
-    whole, data, figures, script, charting = asked("", "data.json", "metrics", "page.js", "plotly.min.js")
+    whole, data, figures, script, charting = request_all("", "data.json", "metrics", "page.js", "plotly.min.js")
     assert [status for status, *_ in (whole, data, figures, script, charting)] == [200] * 5
     assert "Every sample counted once" in whole[2]
     assert json.loads(data[2])["title"] == "culm: a: step 10 of 10"
     assert "culm_steps_total" in figures[2]
     assert figures[1]["Content-Type"].startswith("text/plain; version=0.0.4")
-    assert charting[2] == page.charting().read_text()
+    assert charting[2] == html_page.plotly_script_path().read_text()
     assert "default-src 'none'" in whole[1]["Content-Security-Policy"]
     assert whole[1]["Cache-Control"] == "no-store"
     assert "Cache-Control" not in charting[1]
 
 
 def test_who_has_the_newest_figures_is_told_so() -> None:
-    (_, headers, _), *_ = asked("data.json")
-    (status, _, text), (other, *_) = asked(f"data.json?have={headers['X-Version']}", "data.json?have=older")
+    (_, headers, _), *_ = request_all("data.json")
+    (status, _, text), (other, *_) = request_all(f"data.json?have={headers['X-Version']}", "data.json?have=older")
     assert (status, text, other) == (204, "", 200)
 
 
@@ -58,13 +60,13 @@ def test_who_has_the_newest_figures_is_told_so() -> None:
 ])  # fmt: skip
 def test_another_host_is_refused(host: str, status: int) -> None:
     """A web page from elsewhere may let its name point here; it must not read what is served here."""
-    for answer in asked("", "data.json", "metrics", host=host):
+    for answer in request_all("", "data.json", "metrics", host=host):
         assert answer[0] == status
 
 
 def test_nothing_can_be_changed_and_nothing_else_is_there() -> None:
-    assert asked("", method="POST")[0][0] == 405
-    assert [status for status, *_ in asked("etc", "../setup", "plotly.min.js/..")] == [404, 404, 200]
+    assert request_all("", method="POST")[0][0] == 405
+    assert [status for status, *_ in request_all("etc", "../setup", "plotly.min.js/..")] == [404, 404, 200]
 
 
 def test_many_who_look_at_once_cost_one_look() -> None:
@@ -76,13 +78,13 @@ def test_many_who_look_at_once_cost_one_look() -> None:
 
     for aside in (False, True):
         looks.clear()
-        asked("", "data.json", "metrics", window=Window(look, aside=aside))
+        request_all("", "data.json", "metrics", window=CachedView(look, in_thread=aside))
         assert len(looks) == 1
 
 
 def test_a_place_where_nobody_can_listen_is_refused() -> None:
     async def serve(host: str, port: int) -> None:
-        async with served(Window(contents), host=host, port=port):
+        async with serve_page(CachedView(contents), host=host, port=port):
             raise AssertionError
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -92,16 +94,16 @@ def test_a_place_where_nobody_can_listen_is_refused() -> None:
 
 
 def test_which_hosts_are_this_machine() -> None:
-    assert all(map(local, ("127.0.0.1", "localhost", "::1", "127.1.2.3")))
-    assert not any(map(local, ("0.0.0.0", "::", "10.0.0.1", "example.com", "")))
+    assert all(map(is_loopback, ("127.0.0.1", "localhost", "::1", "127.1.2.3")))
+    assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "example.com", "")))
 
 
-def visited(visit: Callable[[int], Any]) -> bytes:
+def visit_closing_server(visit: Callable[[int], Any]) -> bytes:
     """What a visitor hears after the end, who comes by `visit`."""
 
     async def run() -> bytes:
         with contextlib.ExitStack() as stack:
-            async with served(Window(contents)) as address:
+            async with serve_page(CachedView(contents)) as address:
                 visitor = stack.enter_context(await visit(int(address.rstrip("/").rpartition(":")[2])))
             visitor.setblocking(False)
             with contextlib.suppress(ConnectionError):
@@ -119,7 +121,7 @@ def test_who_waits_for_the_page_when_the_run_ends_is_hung_up_on() -> None:
             await asyncio.sleep(0)
         return visitor
 
-    assert visited(visit) == b""
+    assert visit_closing_server(visit) == b""
 
 
 @pytest.mark.parametrize("turns", range(6))
@@ -130,4 +132,4 @@ def test_who_comes_at_the_moment_when_the_run_ends_is_hung_up_on(turns: int) -> 
             await asyncio.sleep(0)
         return visitor
 
-    assert visited(visit) == b""
+    assert visit_closing_server(visit) == b""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from culm.observe.reading import Contents, Span, Step, Trace
+from culm.observe.report.load_run import PerfettoEvent, PerfettoTrace, RunContents
+from culm.observe.step_metrics import StepMetrics
 
 START = {
     "t": 0.1, "kind": "run_started", "node": None, "job": "gpt.py", "nodes": 3, "pipelines": 3, "stages": 1,
@@ -41,20 +42,20 @@ SUMMARY: dict[str, Any] = {
     "exact": True, "final_loss": 0.1, "weights_sha256": "ab" * 32, "state_sha256": "cd" * 32, "preemptions": 1,
     "recoveries": [RECOVERED], "cost_usd": 0.0, "checkpoints": [4],
 }  # fmt: skip
-TRACE = Trace(
+TRACE = PerfettoTrace(
     [
-        Span("M", "thread_name", 0, args={"name": "node 0: pipeline 0 stage 0"}),
-        *(Span("X", f"0{kind}0", 0, 1e4 * i, 9e3, {"step": 9}) for i, kind in enumerate("FBIWRS")),
+        PerfettoEvent("M", "thread_name", 0, args={"name": "node 0: pipeline 0 stage 0"}),
+        *(PerfettoEvent("X", f"0{kind}0", 0, 1e4 * i, 9e3, {"step": 9}) for i, kind in enumerate("FBIWRS")),
     ]
 )
 
 
-def steps(count: int, first: int = 0, began: float = 0.5) -> list[Step]:
-    return [Step(n, began + n + 1 - first, 1.0 / (n + 1), 8) for n in range(first, first + count)]
+def steps(count: int, first: int = 0, began: float = 0.5) -> list[StepMetrics]:
+    return [StepMetrics(n, began + n + 1 - first, 1.0 / (n + 1), 8) for n in range(first, first + count)]
 
 
-def contents(**changes: Any) -> Contents:
+def contents(**changes: Any) -> RunContents:
     """A run of ten steps that lost a node in the fourth, and is done."""
     finished = {"t": 10.6, "kind": "finished", "node": None, "steps": 10, "samples": 80}
-    told = {"name": "a", "summary": SUMMARY, "steps": steps(10), "events": [*EVENTS, finished], "quiet_s": 5.0}
-    return Contents(**{**told, **changes})
+    told = {"name": "a", "summary": SUMMARY, "steps": steps(10), "events": [*EVENTS, finished], "idle_s": 5.0}
+    return RunContents(**{**told, **changes})

@@ -10,14 +10,14 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from tests.known import ready
+from tests.cached_runs import cached_setup
 from torch import Tensor, nn
 
 from culm import Job
-from culm.cluster.setup import Result, encode
+from culm.cluster.run_setup import RunResult, encode
 from culm.errors import CulmError, NodeLost
-from culm.testing import Cluster, Faults, Simulated
-from culm.testing.cluster import NO_FAULTS, Script, enact
+from culm.testing import Cluster, Faults, SimulatedRun
+from culm.testing.simulated_cluster import NO_FAULTS, Script, run_prepared
 
 PROMISED = {
     "steps", "samples", "samples_expected", "samples_lost", "samples_duplicated", "wall_s", "goodput", "strategy",
@@ -46,9 +46,9 @@ PLAIN = job()
 
 def run(
     out: str, described: Job = PLAIN, *, faults: Faults = NO_FAULTS, script: Script | None = None, **request: Any
-) -> Simulated:
-    setup = ready(described, **{"pipelines": 2, "stages": 2, "out": out, "strategy": "none", **request})
-    return enact(described, setup, faults=faults, script=script, cost=lambda *_: 0.01)
+) -> SimulatedRun:
+    setup = cached_setup(described, **{"pipelines": 2, "stages": 2, "out": out, "strategy": "none", **request})
+    return run_prepared(described, setup, faults=faults, script=script, cost=lambda *_: 0.01)
 
 
 def text(out: str, name: str) -> str:
@@ -56,7 +56,7 @@ def text(out: str, name: str) -> str:
         return str(file.read())
 
 
-def strict(data: str) -> Any:
+def parse_strict_json(data: str) -> Any:
     def refuse(constant: str) -> Any:
         raise AssertionError(f"bare {constant}")
 
@@ -64,17 +64,17 @@ def strict(data: str) -> Any:
 
 
 def lines(out: str, name: str) -> list[dict[str, Any]]:
-    return [strict(line) for line in text(out, name).splitlines()]
+    return [parse_strict_json(line) for line in text(out, name).splitlines()]
 
 
 @pytest.fixture(params=["path", "URL"])
-def out(request: pytest.FixtureRequest, tmp_path: Path, memory: str) -> str:
-    return memory if request.param == "URL" else str(tmp_path / "run")
+def out(request: pytest.FixtureRequest, tmp_path: Path, memory_url: str) -> str:
+    return memory_url if request.param == "URL" else str(tmp_path / "run")
 
 
 def test_the_summary_has_every_key_that_was_promised_and_is_what_the_run_returned(out: str) -> None:
     found = run(out)
-    summary = strict(text(out, "summary.json"))
+    summary = parse_strict_json(text(out, "summary.json"))
     assert summary.keys() >= PROMISED
     assert summary == json.loads(json.dumps(found.summary))
     assert (summary["steps"], summary["samples"], summary["samples_expected"]) == (5, 40, 40)
@@ -110,7 +110,7 @@ def test_the_events_have_a_time_a_kind_and_a_node(out: str) -> None:
 
 def test_the_trace_has_a_row_for_each_node_and_a_span_for_each_of_its_actions(out: str) -> None:
     run(out)
-    trace = strict(text(out, "trace.json"))
+    trace = parse_strict_json(text(out, "trace.json"))
     spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     assert {event["tid"] for event in spans} == {0, 1, 2, 3}
     assert all(event["ts"] >= 0 and event["dur"] >= 0 for event in spans)
@@ -123,14 +123,14 @@ def test_the_trace_has_a_row_for_each_node_and_a_span_for_each_of_its_actions(ou
 def test_the_trace_shows_what_came_before_a_loss_and_after(tmp_path: Path) -> None:
     hurt = Faults().kill(1, at="1B1", step=2)
     run(str(tmp_path), job(steps=5), faults=hurt, strategy="reroute")
-    spans = [e for e in strict(text(str(tmp_path), "trace.json"))["traceEvents"] if e["ph"] == "X"]
+    spans = [e for e in parse_strict_json(text(str(tmp_path), "trace.json"))["traceEvents"] if e["ph"] == "X"]
     assert {e["args"]["step"] for e in spans if e["tid"] == 3} == {0, 1, 2, 3, 4}
 
 
 def test_a_long_run_leaves_a_trace_of_its_last_actions_only(tmp_path: Path) -> None:
     one = [lambda: nn.Linear(4, 4)]
     run(str(tmp_path), job(layers=one, steps=160, micro_batch=1, global_batch=16), pipelines=1, stages=1)
-    spans = [e for e in strict(text(str(tmp_path), "trace.json"))["traceEvents"] if e["ph"] == "X"]
+    spans = [e for e in parse_strict_json(text(str(tmp_path), "trace.json"))["traceEvents"] if e["ph"] == "X"]
     assert 1000 < len(spans) < 160 * 32
     assert max(span["args"]["step"] for span in spans) == 159
 
@@ -153,13 +153,13 @@ def test_a_loss_that_is_not_a_number_is_written_so_that_any_reader_can_read_it(o
     steps = lines(out, "steps.jsonl")
     assert math.isfinite(float(steps[0]["loss"]))
     assert math.isnan(float(steps[-1]["loss"]))
-    assert math.isnan(float(strict(text(out, "summary.json"))["final_loss"]))
+    assert math.isnan(float(parse_strict_json(text(out, "summary.json"))["final_loss"]))
     assert [e["step"] for e in lines(out, "events.jsonl") if e["kind"] == "skipped"] == [1, 2, 3, 4]
 
 
-def killed(out: str, after: int, **request: Any) -> CulmError:
+def run_until_killed(out: str, after: int, **request: Any) -> CulmError:
     async def script(cluster: Cluster) -> None:
-        await cluster.committed(after)
+        await cluster.wait_until_committed(after)
         cluster.kill(1)
 
     with pytest.raises(NodeLost) as caught:
@@ -168,7 +168,7 @@ def killed(out: str, after: int, **request: Any) -> CulmError:
 
 
 def test_a_run_that_failed_says_so_in_its_events_and_has_no_summary(out: str) -> None:
-    error = killed(out, after=2)
+    error = run_until_killed(out, after=2)
     last = lines(out, "events.jsonl")[-1]
     assert (last["kind"], last["error"], last["message"]) == ("failed", "NodeLost", str(error))
     assert [line["step"] for line in lines(out, "steps.jsonl")] == [0, 1, 2]
@@ -178,14 +178,14 @@ def test_a_run_that_failed_says_so_in_its_events_and_has_no_summary(out: str) ->
 
 def test_a_resumed_run_goes_on_in_its_folder_and_redone_steps_stand_there_once(out: str) -> None:
     """The first part ran past its checkpoint of step 2: its lines for the steps after that are not what was learned."""
-    killed(out, after=3, checkpoint_every=2)
+    run_until_killed(out, after=3, checkpoint_every=2)
     assert [line["step"] for line in lines(out, "steps.jsonl")] == [0, 1, 2, 3]
     run(out, resume=out)
     whole = lines(out, "steps.jsonl")
     assert [line["step"] for line in whole] == [0, 1, 2, 3, 4]
     assert [line["loss"] for line in whole] == run("memory://undisturbed").losses
     assert [e["kind"] for e in lines(out, "events.jsonl")].count("run_started") == 2
-    assert strict(text(out, "summary.json"))["steps"] == 5
+    assert parse_strict_json(text(out, "summary.json"))["steps"] == 5
 
 
 def test_a_run_resumed_at_its_end_has_nothing_to_do_and_says_so(out: str) -> None:
@@ -214,11 +214,11 @@ def test_all_is_in_its_place_when_the_result_is_out(out: str, how: str) -> None:
     async def script(cluster: Cluster) -> None:
         if how != "by the launcher":
             cluster.store.listen("result", lambda _: found.append(lines(out, "events.jsonl")[-1]["kind"]))
-        await cluster.committed(3)
+        await cluster.wait_until_committed(3)
         if how == "with an error":
             cluster.kill(1)
         elif how == "by the launcher":
-            cluster.store.write("result", encode(Result(error="RunError", message="enough")))
+            cluster.store.write("result", encode(RunResult(error="RunError", message="enough")))
 
     if how == "well":
         run(out, script=script)
@@ -234,7 +234,7 @@ def test_the_lines_so_far_are_in_place_with_every_checkpoint(out: str) -> None:
     found: list[int] = []
 
     async def script(cluster: Cluster) -> None:
-        await cluster.committed(3)
+        await cluster.wait_until_committed(3)
         found.append(len(lines(out, "steps.jsonl")))
 
     run(out, checkpoint_every=2, script=script)

@@ -12,12 +12,19 @@ import fsspec
 import pytest
 
 from culm.errors import RunError, UsageError
-from culm.observe.folder import RunFolder, claim, perfetto, saved, vacant
+from culm.observe.step_metrics import StepMetrics
+from culm.observe.writers.run_folder import (
+    RunFolder,
+    check_folder_empty,
+    create_run_folder,
+    perfetto_trace,
+    saved_checkpoint_steps,
+)
 
 
 @pytest.fixture(params=["path", "file URL", "memory URL"])
-def out(request: pytest.FixtureRequest, tmp_path: Path, memory: str) -> str:
-    return {"path": str(tmp_path / "a" / "run"), "file URL": f"file://{tmp_path}/a/run", "memory URL": memory}[
+def out(request: pytest.FixtureRequest, tmp_path: Path, memory_url: str) -> str:
+    return {"path": str(tmp_path / "a" / "run"), "file URL": f"file://{tmp_path}/a/run", "memory URL": memory_url}[
         request.param
     ]
 
@@ -30,9 +37,9 @@ def lines(out: str, name: str) -> list[dict[str, Any]]:
 def write(out: str, *steps: int, resumed_at: int | None = None) -> None:
     folder = RunFolder(out, resumed_at=resumed_at)
     folder.open()
-    folder.event(t=0.0, kind="run_started", node=None)
+    folder.write_event({"t": 0.0, "kind": "run_started", "node": None})
     for step in steps:
-        folder.step(step=step, loss=float(step), samples=8, t=0.1)
+        folder.write_step(StepMetrics(step=step, loss=float(step), samples=8, t=0.1))
     folder.close()
 
 
@@ -86,26 +93,26 @@ def test_a_line_that_was_cut_off_when_its_writer_died_is_dropped(out: str) -> No
 def test_on_a_path_lines_are_there_as_they_happen(tmp_path: Path) -> None:
     folder = RunFolder(str(tmp_path))
     folder.open()
-    folder.step(step=0)
+    folder.write_step(StepMetrics(step=0))
     assert steps(str(tmp_path)) == [0]
     folder.close()
 
 
-def test_on_a_url_lines_are_there_after_every_sync(memory: str) -> None:
-    folder = RunFolder(memory)
+def test_on_a_url_lines_are_there_after_every_sync(memory_url: str) -> None:
+    folder = RunFolder(memory_url)
     folder.open()
     for step in range(3):
-        folder.step(step=step)
+        folder.write_step(StepMetrics(step=step))
         folder.sync()
-        assert steps(memory) == list(range(step + 1))
+        assert steps(memory_url) == list(range(step + 1))
     folder.close()
 
 
 def test_what_is_not_finite_is_written_so_that_every_reader_of_json_can_read_it(out: str) -> None:
     folder = RunFolder(out)
     folder.open()
-    folder.step(step=0, loss=math.nan, norm=math.inf)
-    folder.write("summary.json", {"final_loss": math.nan, "evaluations": {3: -math.inf}, "list": [math.nan, 1.5]})
+    folder.write_step(StepMetrics(step=0, loss=math.nan, norm=math.inf))
+    folder.write_json("summary.json", {"final_loss": math.nan, "evaluations": {3: -math.inf}, "list": [math.nan, 1.5]})
     folder.close()
 
     def refuse(constant: str) -> Any:
@@ -121,9 +128,9 @@ def test_a_run_without_a_folder_writes_nothing(tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     folder = RunFolder(None)
     folder.open()
-    folder.step(step=0)
-    folder.event(kind="x")
-    folder.write("summary.json", {})
+    folder.write_step(StepMetrics(step=0))
+    folder.write_event({"kind": "x"})
+    folder.write_json("summary.json", {})
     folder.sync()
     folder.close()
     assert folder.checkpoints is None
@@ -140,14 +147,15 @@ class Full:
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_full_disk_is_one_sentence_said_once(tmp_path: Path) -> None:
+def test_a_full_disk_is_one_sentence_and_a_line_can_be_written_when_there_is_room(tmp_path: Path) -> None:
     folder = RunFolder(str(tmp_path))
     folder.open()
-    folder._lines = {"steps.jsonl": Full(), "events.jsonl": Full()}  # type: ignore[dict-item]
-    with pytest.raises(RunError, match=f"{tmp_path}/steps.jsonl can not be written: No space left on device"):
-        folder.step(step=0)
-    folder.event(kind="failed")  # the report of it must not fail on it again
+    folder._line_files = {"steps.jsonl": Full(), "events.jsonl": Full()}  # type: ignore[dict-item]
+    with pytest.raises(RunError, match=f"{tmp_path}/steps.jsonl cannot be written: No space left on device"):
+        folder.write_step(StepMetrics(step=0))
+    folder.write_step(StepMetrics(step=0))
     folder.close()
+    assert steps(str(tmp_path)) == [0]
 
 
 def test_a_folder_that_can_not_be_made_is_one_sentence(tmp_path: Path) -> None:
@@ -158,9 +166,9 @@ def test_a_folder_that_can_not_be_made_is_one_sentence(tmp_path: Path) -> None:
 
 def test_a_summary_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     folder = RunFolder(str(tmp_path))
-    folder.write("summary.json", {"steps": 1})
+    folder.write_json("summary.json", {"steps": 1})
     with pytest.raises(TypeError):
-        folder.write("summary.json", {"steps": object()})
+        folder.write_json("summary.json", {"steps": object()})
     assert json.loads((tmp_path / "summary.json").read_text()) == {"steps": 1}
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
 
@@ -171,31 +179,31 @@ def test_a_folder_that_something_lies_in_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for place in (str(tmp_path / "old"), f"file://{tmp_path}/old", f"local://{tmp_path}/old"):
         with pytest.raises(UsageError, match="empty: give another"):
-            vacant(place)
+            check_folder_empty(place)
     with pytest.raises(UsageError, match="is a file: give a folder"):
-        vacant(str(tmp_path / "file"))
+        check_folder_empty(str(tmp_path / "file"))
     for place in (str(tmp_path / "new" / "one"), f"local://{tmp_path}/new"):
-        vacant(place)
+        check_folder_empty(place)
     assert not (tmp_path / "new").exists()
-    claim(str(tmp_path / "new" / "one"))
+    create_run_folder(str(tmp_path / "new" / "one"))
     assert (tmp_path / "new" / "one").is_dir()
 
 
 @pytest.mark.parametrize("place", ["nosuch://x/y", "memory://run"])
 def test_a_place_that_nodes_can_not_reach_is_refused_before_anything_starts(place: str) -> None:
     with pytest.raises(UsageError, match=f"--out '{place}' "):
-        vacant(place)
+        check_folder_empty(place)
 
 
 @pytest.mark.parametrize("place", ["http://127.0.0.1:1/run", "simplecache::http://127.0.0.1:1/run"])
 def test_a_url_that_can_not_be_written_is_refused_before_anything_starts(place: str) -> None:
-    with pytest.raises(UsageError, match=f"--out '{place}' can not be "):
-        claim(place)
+    with pytest.raises(UsageError, match=f"--out '{place}' cannot be "):
+        create_run_folder(place)
 
 
 def test_a_folder_below_the_home_is_one_place_for_everybody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    claim("~/run")
+    create_run_folder("~/run")
     folder = RunFolder("~/run")
     folder.open()
     folder.close()
@@ -207,13 +215,13 @@ def test_what_is_saved_is_found_whatever_its_folder_is_called(tmp_path: Path) ->
     for step in (3, 12):
         (out / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
     (out / "checkpoints" / "step-00000003" / "manifest.json").write_text("")
-    assert saved(str(out)) == [3]
-    assert saved(str(tmp_path / "nowhere")) == saved("nosuch://x") == []
+    assert saved_checkpoint_steps(str(out)) == [3]
+    assert saved_checkpoint_steps(str(tmp_path / "nowhere")) == saved_checkpoint_steps("nosuch://x") == []
 
 
 def test_a_trace_is_what_chrome_and_perfetto_open() -> None:
     spans = {1: [(0, "0F0", 10.0, 10.5), (0, "0B0", 11.0, 11.25)], 3: [(1, "12F3", 10.25, 10.25)]}
-    trace = json.loads(json.dumps(perfetto(spans, {1: "node 1", 3: "node 3"}), allow_nan=False))
+    trace = json.loads(json.dumps(perfetto_trace(spans, {1: "node 1", 3: "node 3"}), allow_nan=False))
     names = {e["tid"]: e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"}
     assert names == {1: "node 1", 3: "node 3"}
     actions = [e for e in trace["traceEvents"] if e["ph"] == "X"]
@@ -225,4 +233,4 @@ def test_a_trace_is_what_chrome_and_perfetto_open() -> None:
 
 
 def test_a_trace_of_nothing_is_a_trace() -> None:
-    assert perfetto({}, {}) == {"traceEvents": [], "displayTimeUnit": "ms"}
+    assert perfetto_trace({}, {}) == {"traceEvents": [], "displayTimeUnit": "ms"}

@@ -12,16 +12,15 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from tests.observe.told import TRACE, contents, steps
+from tests.observe.sample_runs import TRACE, contents, steps
+from tests.observe.writers.test_run_folder_contents import job, run
 
-from culm.observe import page
-from culm.observe.facts import facts
-from culm.observe.reading import Contents, Folder
-from culm.observe.serving import Window, served
-from culm.observe.view import of_run
+from culm.observe.report import html_page
+from culm.observe.report.load_run import RunContents, RunFolderReader
+from culm.observe.report.page_layout import layout_run
+from culm.observe.report.page_server import CachedView, serve_page
+from culm.observe.report.report_data import build_report_data
 from culm.testing import Faults
-
-from .test_run_folder import job, run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [
@@ -39,33 +38,35 @@ class Visit:
     def __init__(self, browser: Any, scheme: str) -> None:
         self.page = browser.new_page(color_scheme=scheme)
         self.page.set_default_timeout(SLOW_MS)
-        self.said: list[str] = []
-        self.asked: list[str] = []
-        self.page.on("console", lambda message: self.said.append(f"{message.type}: {message.text}"))
-        self.page.on("pageerror", lambda error: self.said.append(str(error)))
-        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.console: list[str] = []
+        self.requests: list[str] = []
+        self.page.on("console", lambda message: self.console.append(f"{message.type}: {message.text}"))
+        self.page.on("pageerror", lambda error: self.console.append(str(error)))
+        self.page.on("request", lambda request: self.requests.append(request.url))
 
     def charts(self) -> int:
         """How many are drawn, with something in them."""
         return int(self.page.eval_on_selector_all(".chart", "all => all.filter(c => c.querySelector('.trace')).length"))
 
-    def quiet(self, host: str) -> bool:
+    def is_clean(self, host: str) -> bool:
         others = [
-            url for url in self.asked if urlsplit(url).scheme not in ("data", "blob") and urlsplit(url).netloc != host
+            url
+            for url in self.requests
+            if urlsplit(url).scheme not in ("data", "blob") and urlsplit(url).netloc != host
         ]
-        return not self.said and not others
+        return not self.console and not others
 
 
 @pytest.fixture(scope="module")
-def hurt(tmp_path_factory: pytest.TempPathFactory) -> Contents:
+def run_with_loss(tmp_path_factory: pytest.TempPathFactory) -> RunContents:
     """A run that lost a node."""
     out = str(tmp_path_factory.mktemp("runs") / "hurt")
     run(out, job(steps=6), faults=Faults().kill(node=3, step=2), strategy="reroute")
-    return Folder(out).look()
+    return RunFolderReader(out).read()
 
 
 @pytest.fixture(scope="module")
-def browser(hurt: Contents) -> Iterator[Any]:
+def browser(run_with_loss: RunContents) -> Iterator[Any]:
     """After the run, which needs the event loop of the thread for itself."""
     from playwright.sync_api import sync_playwright
 
@@ -76,10 +77,10 @@ def browser(hurt: Contents) -> Iterator[Any]:
 
 
 def test_a_report_opens_from_disk_and_draws_every_chart_in_light_and_dark(
-    browser: Any, hurt: Contents, tmp_path: Path
+    browser: Any, run_with_loss: RunContents, tmp_path: Path
 ) -> None:
-    view = of_run(facts(hurt), hurt.trace)
-    (tmp_path / "report.html").write_text(page.alone(view))
+    view = layout_run(build_report_data(run_with_loss), run_with_loss.trace)
+    (tmp_path / "report.html").write_text(html_page.standalone_page(view))
     visit = Visit(browser, "light")
     visit.page.goto((tmp_path / "report.html").as_uri())
     assert visit.charts() == sum(block.figure is not None for block in view.blocks) == 5
@@ -88,19 +89,19 @@ def test_a_report_opens_from_disk_and_draws_every_chart_in_light_and_dark(
     while visit.page.evaluate(INK) == light:
         pass
     assert visit.charts() == 5
-    assert visit.quiet("")
+    assert visit.is_clean("")
     assert "Every sample counted once" in visit.page.inner_text("#tiles")
     visit.page.close()
 
 
 @contextmanager
-def serving(given: list[Contents]) -> Iterator[str]:
+def serving(given: list[RunContents]) -> Iterator[str]:
     """The last of these contents, served from a thread."""
     loop, over, there = asyncio.new_event_loop(), asyncio.Event(), threading.Event()
     found: list[str] = []
 
     async def serve() -> None:
-        async with served(Window(lambda: given[-1])) as address:
+        async with serve_page(CachedView(lambda: given[-1])) as address:
             found.append(address)
             there.set()
             await over.wait()
@@ -117,7 +118,7 @@ def serving(given: list[Contents]) -> Iterator[str]:
 
 
 def test_a_live_page_follows_its_run_without_being_loaded_again(browser: Any) -> None:
-    given = [contents(summary=None, steps=steps(5), events=contents().events[:8], quiet_s=1.0)]
+    given = [contents(summary=None, steps=steps(5), events=contents().events[:8], idle_s=1.0)]
     with serving(given) as address:
         visit = Visit(browser, "dark")
         visit.page.goto(address)
@@ -130,6 +131,6 @@ def test_a_live_page_follows_its_run_without_being_loaded_again(browser: Any) ->
         assert visit.page.title() == "culm: a: step 10 of 10"
         assert visit.page.locator("#recoveries tbody tr").count() == 1
         assert visit.page.evaluate("document.getElementById('chart-pace').kept")
-        assert visit.quiet(urlsplit(address).netloc)
+        assert visit.is_clean(urlsplit(address).netloc)
     visit.page.wait_for_selector("#hush", state="attached")
     visit.page.close()

@@ -1,0 +1,339 @@
+"""The run folder: steps.jsonl, events.jsonl, trace.json and summary.json, on a path or URL."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+import struct
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import fsspec
+import msgspec
+
+from culm.errors import RunError, UsageError, message_suffix
+from culm.storage_access import before_access
+
+if TYPE_CHECKING:
+    from culm.checkpoint import Storage
+    from culm.observe.step_metrics import StepMetrics
+    from culm.observe.writers.writer import RunInfo
+
+
+_FLOCK_FORMAT = "@hhqqi"
+"""`struct flock` of Linux, to ask whether a lock is held without taking it."""
+
+
+LINE_FILES = ("steps.jsonl", "events.jsonl")
+
+
+class RunFolder:
+    """The writer of a run's files. Lines appear at once on a local path, and with every `sync` on a URL.
+
+    While a process has the files of lines open it holds a lock on them, which the kernel releases when the process
+    ends: readers can tell a run that goes on from one that was cut off.
+
+    `resumed_at` means that the run continues from a checkpoint with that many steps: the folder's lines are kept,
+    except for the steps that will be run again, so that each step is in steps.jsonl once.
+
+    It has the methods of a `Writer`. Its methods raise RunError if a file cannot be written. Each of them can be
+    called again after that: a part of a line that a failed call has written is removed first.
+    """
+
+    def __init__(self, out: str | None, *, resumed_at: int | None = None) -> None:
+        self.out = out
+        self._resumed_at = resumed_at
+        self._line_files: dict[str, BinaryIO] = {}
+        self._sizes: dict[str, int] = {}
+        """Bytes of whole lines by file."""
+        self._unsynced = False
+        self._damaged: set[str] = set()
+        """Files in which the last write failed."""
+
+    @property
+    def checkpoints(self) -> str | None:
+        """The folder of the checkpoints."""
+        return None if self.out is None else f"{self.out.rstrip('/')}/checkpoints"
+
+    @property
+    def is_url(self) -> bool:
+        """Whether the folder is not a path of this machine."""
+        return self.out is not None and local_path(self.out) is None
+
+    @property
+    def has_unsynced_lines(self) -> bool:
+        """Whether lines have not been copied to a URL yet."""
+        return self._unsynced and self.is_url
+
+    @cached_property
+    def _storage(self) -> Storage:
+        from culm.checkpoint import Storage  # it imports torch, which launchers do without
+
+        assert self.out is not None
+        return Storage(self.out)
+
+    def open(self, run: RunInfo | None = None) -> None:  # noqa: ARG002 the contract of writers
+        """Create or continue the files of lines. Raises RunError if the folder cannot be written."""
+        for name in LINE_FILES if self.out is not None else ():
+            if name not in self._line_files:
+                with self._explain_errors(name):
+                    self._open_line_file(name, self._saved_lines(name))
+
+    def _open_line_file(self, name: str, content: bytes) -> None:
+        """Replace a file of lines and open it."""
+        path = self._storage.local_path(name)
+        if path is None:
+            file: BinaryIO = tempfile.TemporaryFile("w+b", buffering=0)  # noqa: SIM115 until the run ends
+            _write_all(file, content)
+        else:
+            self._storage.write(name, content)
+            file = _open_locked(path)
+        self._line_files[name], self._sizes[name] = file, len(content)
+        self._damaged.discard(name)
+
+    def _saved_lines(self, name: str) -> bytes:
+        """The lines in the folder of a resumed run that are kept."""
+        if self._resumed_at is None or not self._storage.exists(name):
+            return b""
+        return _lines_before(name, self._storage.read(name), self._resumed_at)
+
+    def write_step(self, metrics: StepMetrics) -> None:
+        self.append("steps.jsonl", encode_line(metrics.to_fields()))
+
+    def write_event(self, event: Mapping[str, Any]) -> None:
+        self.append("events.jsonl", encode_line(event))
+
+    def append(self, name: str, lines: bytes) -> None:
+        """Append whole lines to a file. Does nothing if the files are not open. Raises RunError if that fails."""
+        if name not in self._line_files:
+            return
+        with self._explain_errors(name):
+            if name in self._damaged:
+                self._repair(name)
+            self._damaged.add(name)
+            if not self.is_url:
+                before_access("write")
+            _write_all(self._line_files[name], lines)
+            self._sizes[name] += len(lines)
+            self._damaged.discard(name)
+            self._unsynced = True
+
+    def _repair(self, name: str) -> None:
+        """Open a file anew, because its descriptor may be stale, and remove a line that was written in part."""
+        path = self._storage.local_path(name)
+        if path is not None:
+            with contextlib.suppress(OSError):
+                self._line_files[name].close()
+            self._line_files[name] = _open_locked(path)
+        file = self._line_files[name]
+        if file.seek(0, os.SEEK_END) > self._sizes[name]:
+            file.truncate(self._sizes[name])
+            file.seek(0, os.SEEK_END)
+
+    def rewind(self, step: int) -> None:
+        """Remove the lines of this step and later ones: they will be run again, from a checkpoint."""
+        for name, file in list(self._line_files.items()):
+            with self._explain_errors(name):
+                if self._storage.local_path(name) is None:
+                    file.seek(0)
+                    kept = _lines_before(name, file.read(), step)
+                else:
+                    kept = _lines_before(name, self._storage.read(name), step)
+                self._open_line_file(name, kept)
+                file.close()
+
+    def write_json(self, name: str, value: Any) -> None:
+        """Write a JSON file atomically. Raises RunError if that fails."""
+        if self.out is None:
+            return
+        if name == "trace.json":  # large: msgspec is faster than json
+            data = msgspec.json.encode(value)
+        else:
+            data = json.dumps(to_plain_json(value), allow_nan=False, indent=2).encode()
+        with self._explain_errors(name):
+            self._storage.write(name, data + b"\n")
+
+    def sync(self) -> None:
+        """Copy the lines to the folder if that is a URL. Raises RunError if that fails."""
+        for name, file in self._line_files.items():
+            if self._storage.local_path(name) is None:
+                with self._explain_errors(name):
+                    file.seek(0)
+                    self._storage.write(name, file.read(self._sizes[name]))
+        self._unsynced = False
+
+    def close(self, summary: Mapping[str, Any] | None = None, *, sync: bool = True) -> None:  # noqa: ARG002
+        """Close the files; errors are ignored, because the run has ended. `sync` False: do not copy lines to a URL.
+
+        The summary is written before by `write_json`, whose errors are not ignored.
+        """
+        with contextlib.suppress(RunError):
+            if sync:
+                self.sync()
+        for file in self._line_files.values():
+            with contextlib.suppress(OSError):
+                file.close()
+        self._line_files.clear()
+
+    @contextlib.contextmanager
+    def _explain_errors(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise RunError(f"{self.out}/{name} cannot be written: {error.strerror or error}") from None
+
+
+def encode_line(fields: Mapping[str, Any]) -> bytes:
+    """Fields as a line of strict JSON."""
+    return json.dumps(to_plain_json(fields), allow_nan=False).encode() + b"\n"
+
+
+def _lines_before(name: str, data: bytes, step: int) -> bytes:
+    """The lines of a file without those of this step and later ones. A last line that was cut off is dropped."""
+    kept: list[str] = []
+    for line in data.decode(errors="replace").splitlines():
+        try:
+            fields = json.loads(line)
+        except ValueError:
+            continue
+        if name != "steps.jsonl" or fields["step"] < step:
+            kept.append(f"{line}\n")
+    return "".join(kept).encode()
+
+
+def _open_locked(path: Path) -> BinaryIO:
+    """Open a file for appending, with a lock if its file system has locks."""
+    file = path.open("ab", buffering=0)
+    with contextlib.suppress(OSError):
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return file
+
+
+def _write_all(file: BinaryIO, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) :]
+
+
+def to_plain_json(value: Any) -> Any:
+    """A value that strict JSON can hold: NaN and infinities become strings, keys become strings."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(k): to_plain_json(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_plain_json(v) for v in value]
+    return value
+
+
+def local_path(out: str) -> Path | None:
+    """The path of a local folder; None for a URL."""
+    if "://" in out and not out.startswith("file://"):
+        return None
+    return Path(out.removeprefix("file://")).expanduser()  # as fsspec does
+
+
+def check_folder_empty(out: str, *, resumable: bool = True) -> None:
+    """Raise UsageError if a folder is not empty: files of two runs must not mix."""
+    path, otherwise = local_path(out), f", or continue it with --resume {out}" if resumable else ""
+    if path is None:
+        _check_url_empty(out, otherwise)
+        return
+    if path.is_file():
+        raise UsageError(f"--out {out!r} is a file: give a folder that does not exist yet")
+    if path.is_dir() and any(path.iterdir()):
+        raise UsageError(f"--out {out!r} exists and is not empty: give another folder{otherwise}")
+
+
+def _check_url_empty(out: str, resume_hint: str) -> None:
+    if out.startswith("memory://"):
+        raise UsageError(f"--out {out!r} is in the memory of one process: give a place that all nodes can reach")
+    try:
+        files, root = fsspec.core.url_to_fs(out)
+        taken = files.exists(root) and files.ls(root)
+    except Exception as error:  # fsspec drivers raise errors of their own
+        raise UsageError(f"--out {out!r} cannot be opened: {type(error).__name__}: {error}") from None
+    if taken:
+        raise UsageError(f"--out {out!r} is not empty: give another place{resume_hint}")
+
+
+def create_run_folder(out: str, *, resumable: bool = True) -> None:
+    """Create the folder of a run, for its owner only. Call it last, when nothing else can be refused any more.
+
+    A folder that exists already keeps its permissions.
+    """
+    check_folder_empty(out, resumable=resumable)
+    path = local_path(out)
+    if path is None:
+        _create_url(out)
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out {out!r} cannot be created: {error.strerror}") from None
+
+
+def _create_url(out: str) -> None:
+    """Write an empty steps.jsonl, so that a URL that cannot be written is refused before the run starts."""
+    try:
+        files, root = fsspec.core.url_to_fs(out)
+        files.makedirs(root, exist_ok=True)
+        files.pipe_file(f"{root.rstrip('/')}/steps.jsonl", b"")
+    except Exception as error:  # fsspec drivers raise errors of their own
+        raise UsageError(f"--out {out!r} cannot be written: {type(error).__name__}{message_suffix(error)}") from None
+
+
+def has_open_writer(path: Path) -> bool | None:
+    """Whether another process of this machine has a file of lines open; None: unknown."""
+    try:
+        with path.open("rb") as file:
+            asked = struct.pack(_FLOCK_FORMAT, fcntl.F_WRLCK, 0, 0, 0, 0)
+            return bool(struct.unpack(_FLOCK_FORMAT, fcntl.fcntl(file, fcntl.F_GETLK, asked))[0] != fcntl.F_UNLCK)
+    except OSError:
+        return None
+
+
+def saved_checkpoint_steps(out: str) -> list[int]:
+    """The steps with a committed checkpoint by file names, oldest first; empty if the folder cannot be listed."""
+    try:
+        files, root = fsspec.core.url_to_fs(out)
+        folders = [str(path).rstrip("/") for path in files.ls(f"{root.rstrip('/')}/checkpoints", detail=False)]
+        found = [folder for folder in folders if files.exists(f"{folder}/manifest.json")]
+    except Exception:  # fsspec drivers raise errors of their own
+        return []
+    names = [folder.rpartition("/")[2].removeprefix("step-") for folder in found]
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def perfetto_trace(
+    spans: Mapping[int, Sequence[tuple[int, str, float, float]]], labels: Mapping[int, str]
+) -> dict[str, Any]:
+    """The last actions of every worker as a Chrome trace: open it in ui.perfetto.dev."""
+    zero = min((s[2] for rows in spans.values() for s in rows), default=0.0)
+    events: list[dict[str, Any]] = []
+    for worker, rows in spans.items():
+        events.append(
+            {"ph": "M", "name": "thread_name", "pid": 0, "tid": worker, "args": {"name": labels.get(worker, "")}}
+        )
+        for step, action, start, end in rows:
+            kind = action.lstrip("0123456789")[:1]
+            events.append(
+                {
+                    "ph": "X",
+                    "name": action,
+                    "cat": kind,
+                    "pid": 0,
+                    "tid": worker,
+                    "ts": (start - zero) * 1e6,
+                    "dur": (end - start) * 1e6,
+                    "args": {"step": step},
+                }
+            )
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
