@@ -1,4 +1,4 @@
-"""Tensors here are small: threads would only fight over the cores."""
+"""Tests with small tensors: several threads would only compete for the cores."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def _calm(one_thread: None) -> None:
-    """Every test of this folder."""
+def _use_one_thread(one_thread: None) -> None:
+    """Applies to every test of this folder."""

@@ -1,24 +1,20 @@
-"""Graph networks on whole graphs: graph servers own the graph, elastic workers compute, asynchrony is bounded.
+"""Graph neural networks on whole graphs, after Dorylus: graph servers hold the graph, parameter servers hold the
+weights, elastic workers run the dense tasks, and asynchrony is bounded.
 
-From the ground up; a file imports only from files above it:
+Packages, in order of their imports; each one imports only from those above it:
 
-    sparse                              sums over neighbours
-    arrays, graph, memory, generate, readers
-                                        a graph to learn on, from files, generators, other libraries
-    partition, files                    cut by METIS into parts with ghosts and intervals; parts as files
-    model, dropout, program             GCN and GAT; what is left out; a pass as a list of steps
-    few, dense, compute                 the arithmetic: rows of mostly zeros; AV and AE; one task from inputs to result
-    passes, queues, hands, pins, board  pure: passes over the graph, and what of them may run now
-    seats, tally, shelf, lookahead      pure: who gets it, sums counted once, versions of weights
-    arena, shard                        a server's tables, mapped by local workers
-    messages, link                      what is said, and how: raw frames behind the run's token
-    setup, notes, host, crew, server, parameters
-                                        server processes: a seat, and what is done on it in a generation
-    worker, desk, tune, launch/         elastic workers: the process, where it calls first, how many, where from
-    ledger, findings, fetch, lead, faults
-                                        whoever leads: reports, weights, generations, permits, kills on purpose
-    price, summary, plan/               money, figures, plans
-    request, cutter, running, api       `culm.gnn.train`; METIS in a process of its own
+    graph/       the Graph, its readers and generators, METIS partitions with ghosts and intervals
+    model/       GCN and GAT; the steps of a pass; the dense kernels (apply vertex, apply edge); dropout
+    scheduler/   pure: which step of which interval may run now, under sync, pipe or async
+    transport/   messages, sockets that carry tensors, tables in shared memory
+    launch/      launchers of elastic workers: local processes, Ray, AWS Lambda
+    server/      graph server and parameter server processes, their records in the store, weight stashing
+    worker/      the elastic worker process, the pool that keeps enough of them, the autoscaler
+    leader/      the leader: generations, recoveries, the ledger of losses and accuracies, injected kills
+    plan/        time and cost of a run before anything is rented; prices
+
+Above the packages: `gnn_request` checks a request, `run_preparation` writes parts and initial weights, `gnn_run` runs
+the training, `gnn_summary` builds summary.json, and `train_gnn` is `culm.gnn.train`.
 """
 
 from __future__ import annotations
@@ -26,26 +22,26 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from culm.gnn.api import Result, Watcher, train
-    from culm.gnn.graph import Graph
-    from culm.gnn.model import Model
-    from culm.gnn.readers import load
+    from culm.gnn.graph.csr_graph import Graph
+    from culm.gnn.graph.graph_readers import load
+    from culm.gnn.model.gnn_model import GnnModel
+    from culm.gnn.train_gnn import GnnCallbacks, GnnResult, train
 
-__all__ = ["Graph", "Model", "Result", "Watcher", "load", "train"]
-_HOMES = {
-    "Graph": "graph",
-    "Model": "model",
-    "load": "readers",
-    "Result": "api",
-    "Watcher": "api",
-    "train": "api",
+__all__ = ["GnnCallbacks", "GnnModel", "GnnResult", "Graph", "load", "train"]
+_MODULE_BY_NAME = {
+    "Graph": "graph.csr_graph",
+    "GnnModel": "model.gnn_model",
+    "load": "graph.graph_readers",
+    "GnnResult": "train_gnn",
+    "GnnCallbacks": "train_gnn",
+    "train": "train_gnn",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Torch and sockets come with the first use: help and plans start in a blink."""
-    if name not in _HOMES:
+    """Import a public name on first use, so that `--help` and plans start without torch and sockets."""
+    if name not in _MODULE_BY_NAME:
         raise AttributeError(f"module 'culm.gnn' has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(f"culm.gnn.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"culm.gnn.{_MODULE_BY_NAME[name]}"), name)

@@ -1,30 +1,31 @@
-"""What graph training would take and cost, before anything is rented. Pure: no torch, no network.
+"""Time and cost of graph training, before anything is rented. Pure: no torch, no network.
 
-work      an epoch in counts: gathered elements, multiply-adds, floats on the wire
-rates     how fast things are, each with its source
-forecast  seconds and dollars of an epoch: CPUs alone, with elastic workers, on GPUs, by sampling
-choose    a plan: servers, intervals, workers, and whether another way is worth more
-shapes    the statistics of a graph, by name, numbers, file or generator
-paper     the published table, beside the forecast for the same clusters
+work_counts        the work of a training epoch: gathered elements, multiply-adds, floats sent
+throughput_rates   rates of machines and workers, each with its source
+epoch_forecast     seconds and dollars of a training epoch: CPUs alone, elastic workers, GPUs, sampling
+training_plan      a plan: servers, intervals, workers, and whether another system has a better value
+graph_statistics   the statistics of a graph, from a name, numbers, a file or a generator
+gnn_prices         dated prices of servers and workers, and the value V = 1 / (time x cost)
+dorylus_table      the published table of Dorylus next to the forecast for the same clusters
 """
 
-from culm.gnn.plan.choose import Plan, plan
-from culm.gnn.plan.forecast import Forecast, Setting
-from culm.gnn.plan.rates import RATES, Rates, rates_of
-from culm.gnn.plan.shapes import NAMED, shape_of
-from culm.gnn.plan.work import Shape, Work, epoch_work
+from culm.gnn.plan.epoch_forecast import Forecast, ForecastInputs
+from culm.gnn.plan.graph_statistics import NAMED_GRAPHS, workload_for_graph
+from culm.gnn.plan.throughput_rates import THROUGHPUT_RATES, ThroughputRates, rates_by_name
+from culm.gnn.plan.training_plan import GnnPlan, choose_plan
+from culm.gnn.plan.work_counts import EpochWork, GraphWorkload, count_epoch_work
 
 __all__ = [
-    "NAMED",
-    "RATES",
+    "NAMED_GRAPHS",
+    "THROUGHPUT_RATES",
+    "EpochWork",
     "Forecast",
-    "Plan",
-    "Rates",
-    "Setting",
-    "Shape",
-    "Work",
-    "epoch_work",
-    "plan",
-    "rates_of",
-    "shape_of",
+    "ForecastInputs",
+    "GnnPlan",
+    "GraphWorkload",
+    "ThroughputRates",
+    "choose_plan",
+    "count_epoch_work",
+    "rates_by_name",
+    "workload_for_graph",
 ]
