@@ -1,4 +1,4 @@
-"""GPT as a list of layers: the published sizes, causal, and fit to be cut and moved."""
+"""GPT as a list of layers: published sizes, causal attention, layers that can be cut and moved."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def tokens(*shape: int, vocab: int = 128) -> torch.Tensor:
     ],
 )
 def test_the_number_of_parameters_is_the_published_one(size: str, published: float) -> None:
-    # GPT-3's are given to two or three digits only.
+    # The sizes of GPT-3 are published with two or three digits only.
     assert gpt_config(size).parameters == pytest.approx(published, rel=0 if isinstance(published, int) else 0.02)
 
 
@@ -70,7 +70,7 @@ def test_the_loss_is_the_mean_over_all_positions() -> None:
     assert torch.allclose(gpt_loss(output, target), each.mean())
 
 
-def test_no_position_sees_the_ones_behind_it() -> None:
+def test_no_position_attends_to_later_ones() -> None:
     model, x = built(), tokens(1, 12)
     changed = x.clone()
     changed[0, 8:] = (changed[0, 8:] + 1) % 128
@@ -79,14 +79,14 @@ def test_no_position_sees_the_ones_behind_it() -> None:
     assert not torch.equal(before[:, 8:], after[:, 8:])
 
 
-def test_dropout_acts_in_training_alone() -> None:
+def test_dropout_acts_only_in_training() -> None:
     model, x = built(dropout=0.5), tokens(1, 12)
     assert not torch.equal(model(x), model(x))
     model.eval()
     assert torch.equal(model(x), model(x))
 
 
-def test_a_layer_leaves_its_input_alone() -> None:
+def test_a_layer_does_not_change_its_input() -> None:
     x: torch.Tensor = tokens(2, 8)
     for layer in built():
         kept = x.clone()
@@ -95,7 +95,7 @@ def test_a_layer_leaves_its_input_alone() -> None:
         x = out.detach()
 
 
-def test_the_factories_travel_by_reference() -> None:
+def test_the_factories_are_pickled_by_reference() -> None:
     layers = gpt("gpt3-175b")
     raw = pickle.dumps(layers)
     assert len(raw) < 10_000
@@ -124,14 +124,14 @@ def test_layers_of_a_deeper_model_add_less_to_the_stream() -> None:
         (
             "nano",
             {"depth": 3},
-            "a GPT has no 'depth': what can be set is width, blocks, heads, context, vocab, dropout",
+            "a GPT has no 'depth': use one of width, blocks, heads, context, vocab, dropout",
         ),
-        ("nano", {"heads": 5}, "GPTConfig.heads is 5, and width 64 is not a multiple of it"),
+        ("nano", {"heads": 5}, "GPTConfig.heads is 5: use a divisor of the width 64"),
         ("nano", {"blocks": 0}, "GPTConfig.blocks is 0: use a whole number of at least 1"),
-        ("nano", {"dropout": 1.0}, "GPTConfig.dropout is 1.0: use a number from 0 up to, but not, 1"),
+        ("nano", {"dropout": 1.0}, "GPTConfig.dropout is 1.0: use a number of at least 0 and below 1"),
     ],
 )
-def test_a_gpt_that_can_not_be_says_why(size: str, overrides: dict[str, Any], message: str) -> None:
+def test_invalid_gpt_settings_are_refused_with_the_reason(size: str, overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(JobError) as caught:
         gpt(size, **overrides)
     assert str(caught.value).startswith(message)
@@ -142,6 +142,6 @@ def test_a_sequence_longer_than_the_context_is_refused() -> None:
         built()(tokens(1, 65))
 
 
-def test_overrides_leave_the_table_alone() -> None:
+def test_overrides_do_not_change_the_table() -> None:
     assert gpt_config("nano", vocab=65) == GPTConfig(width=64, blocks=4, heads=4, context=64, vocab=65)
     assert SIZES["nano"].vocab == 128

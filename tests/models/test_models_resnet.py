@@ -1,4 +1,4 @@
-"""ResNet as a list of layers: the published size, and fit to be cut and moved."""
+"""ResNet as a list of layers: published size, layers that can be cut and moved."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def built(depth: int = 8, width: int = 16) -> nn.Sequential:
 
 
 def test_resnet_20_has_the_published_size() -> None:
-    # 269,722 in the paper's form, whose shortcuts have no parameters; ours add a convolution and a norm twice.
+    # 269,722 in the paper, whose shortcuts have no parameters; ours add a convolution and a norm in two places.
     model = built(20)
     assert len(model) == 11
     assert sum(p.numel() for p in model.parameters()) == 269_722 + (16 * 32 + 2 * 32) + (32 * 64 + 2 * 64)
@@ -33,7 +33,7 @@ def test_images_become_logits_through_halved_resolutions(depth: int) -> None:
     assert shapes[-1] == (2, 10)
 
 
-def test_a_layer_leaves_its_input_alone() -> None:
+def test_a_layer_does_not_change_its_input() -> None:
     x = torch.randn(2, 3, 16, 16)
     for layer in built(width=4):
         kept = x.clone()
@@ -48,7 +48,7 @@ def test_every_parameter_gets_a_gradient() -> None:
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
 
 
-def test_the_factories_travel_by_reference() -> None:
+def test_the_factories_are_pickled_by_reference() -> None:
     layers = resnet(110)
     assert len(pickle.dumps(layers)) < 10_000
     assert len(pickle.loads(pickle.dumps(layers))) == 56
@@ -59,5 +59,5 @@ def test_a_depth_that_does_not_exist_names_the_nearest(depth: int, nearest: int)
     if depth == nearest:
         assert len(resnet(depth)) == 26
         return
-    with pytest.raises(JobError, match=f"there is no ResNet of depth {depth}: use 6n \\+ 2, the nearest is {nearest}$"):
+    with pytest.raises(JobError, match=f"there is no ResNet of depth {depth}: use 6n \\+ 2, for example {nearest}$"):
         resnet(depth)

@@ -1,6 +1,6 @@
-"""GPT as a list of layers: Embed, Block x N, Head. Written to be read, after nanoGPT.
+"""GPT as a list of layers: Embed, Block x N, Head. Based on nanoGPT, written for readability.
 
-A layer takes and returns one tensor and touches nothing in place, so the list can be cut anywhere.
+A layer takes and returns one tensor and changes nothing in place, so the list can be cut anywhere.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from culm.errors import JobError
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """The dimensions of a GPT. Raises JobError when they do not go together."""
+    """The dimensions of a GPT. Raises JobError if they do not fit together."""
 
     width: int
-    """Of the residual stream; the MLP is four times as wide."""
+    """Width of the residual stream; the MLP is four times as wide."""
     blocks: int
     heads: int
     context: int
@@ -37,13 +37,13 @@ class GPTConfig:
             if getattr(self, field) < 1:
                 raise JobError(f"GPTConfig.{field} is {getattr(self, field)}: use a whole number of at least 1")
         if self.width % self.heads:
-            raise JobError(f"GPTConfig.heads is {self.heads}, and width {self.width} is not a multiple of it")
+            raise JobError(f"GPTConfig.heads is {self.heads}: use a divisor of the width {self.width}")
         if not 0 <= self.dropout < 1:
-            raise JobError(f"GPTConfig.dropout is {self.dropout}: use a number from 0 up to, but not, 1")
+            raise JobError(f"GPTConfig.dropout is {self.dropout}: use a number of at least 0 and below 1")
 
     @property
     def parameters(self) -> int:
-        """How many parameters it has with token embedding and head tied, which is how published numbers count."""
+        """Number of parameters with tied token embedding and head, as published numbers count them."""
         block = 12 * self.width**2 + 13 * self.width
         return (self.vocab + self.context + 2) * self.width + self.blocks * block
 
@@ -59,7 +59,7 @@ SIZES: Mapping[str, GPTConfig] = MappingProxyType(
         "gpt2-medium": _gpt2(width=1024, blocks=24, heads=16),
         "gpt2-large": _gpt2(width=1280, blocks=36, heads=20),
         "gpt2-xl": _gpt2(width=1600, blocks=48, heads=25),
-        # Brown et al. 2020, table 2.1, where 24 heads of 128 for 1.3B and a width of 5140 for 13B do not add up.
+        # Brown et al. 2020, table 2.1, where 24 heads of 128 for 1.3B and a width of 5140 for 13B are inconsistent.
         "gpt3-1.3b": _gpt3(width=2048, blocks=24, heads=16),
         "gpt3-2.7b": _gpt3(width=2560, blocks=32, heads=32),
         "gpt3-6.7b": _gpt3(width=4096, blocks=32, heads=32),
@@ -67,17 +67,17 @@ SIZES: Mapping[str, GPTConfig] = MappingProxyType(
         "gpt3-175b": _gpt3(width=12288, blocks=96, heads=96),
     }
 )
-"""Published dimensions by name, and two that train on a laptop (mini is nanoGPT's model of Shakespeare)."""
+"""Published dimensions by name, and two that train on a laptop (mini is nanoGPT's Shakespeare model)."""
 
 
 def gpt_config(size: str = "nano", **overrides: Any) -> GPTConfig:
-    """The dimensions of that size, with some replaced. Raises JobError for a name that does not exist."""
+    """The dimensions of that size, with `overrides`. Raises JobError for an unknown size or field."""
     if size not in SIZES:
         raise JobError(f"there is no GPT of size {size!r}: use one of {', '.join(SIZES)}")
     fields = [field.name for field in dataclasses.fields(GPTConfig)]
     for name in overrides:
         if name not in fields:
-            raise JobError(f"a GPT has no {name!r}: what can be set is {', '.join(fields)}")
+            raise JobError(f"a GPT has no {name!r}: use one of {', '.join(fields)}")
     return dataclasses.replace(SIZES[size], **overrides)
 
 
@@ -88,7 +88,7 @@ def gpt(size: str = "nano", **overrides: Any) -> list[Callable[[], nn.Module]]:
 
 
 def gpt_tied(layers: Sequence[object]) -> list[tuple[str, str]]:
-    """For Job.tied: the head of these layers shares its weight with the token embedding, as in GPT-2."""
+    """The value for Job.tied in which the head shares its weight with the token embedding, as in GPT-2."""
     return [("0.tokens.weight", f"{len(layers) - 1}.head.weight")]
 
 
@@ -106,7 +106,7 @@ class Embed(nn.Module):
         self.tokens = nn.Embedding(config.vocab, config.width)
         self.positions = nn.Embedding(config.context, config.width)
         self.dropout = nn.Dropout(config.dropout)
-        _initialize(self)
+        _initialize_weights(self)
 
     def forward(self, ids: Tensor) -> Tensor:
         length = ids.shape[-1]
@@ -118,7 +118,7 @@ class Embed(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each on a normalized copy of the stream and added to it."""
+    """Attention and MLP, each applied to the normalized residual stream and added to it."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -126,8 +126,8 @@ class Block(nn.Module):
         self.attention = Attention(config)
         self.mlp_norm = nn.LayerNorm(config.width)
         self.mlp = MLP(config)
-        _initialize(self)
-        # GPT-2: what is added to the stream starts smaller the deeper the model, so that the sum keeps its scale.
+        _initialize_weights(self)
+        # GPT-2: projections into the residual stream start smaller in deeper models, so that the sum keeps its scale.
         for end in (self.attention.out, self.mlp.out):
             nn.init.normal_(end.weight, std=0.02 / (2 * config.blocks) ** 0.5)
 
@@ -138,7 +138,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention: a position sees itself and those before it."""
+    """Causal self-attention: a position attends to itself and to earlier positions."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Four times as wide inside, position by position."""
+    """Two linear layers with a hidden width of four times the stream, applied to each position."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -177,15 +177,15 @@ class Head(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocab, bias=False)
-        _initialize(self)
+        _initialize_weights(self)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.head(self.norm(x))
         return out
 
 
-def _initialize(layer: nn.Module) -> None:
-    """As GPT-2: weights normal with 0.02, biases zero; LayerNorm keeps its ones and zeros."""
+def _initialize_weights(layer: nn.Module) -> None:
+    """As in GPT-2: weights normal with std 0.02, biases zero; LayerNorm keeps its ones and zeros."""
     for module in layer.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)

@@ -1,6 +1,6 @@
 """ResNet for small images (He et al. 2015, section 4.2) as a list of layers: Stem, Residual x 3n, Classify.
 
-A layer takes and returns one tensor and touches nothing in place, so the list can be cut anywhere.
+A layer takes and returns one tensor and changes nothing in place, so the list can be cut anywhere.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from culm.errors import JobError
 
 
 def resnet(depth: int = 8, width: int = 16, classes: int = 10) -> list[Callable[[], nn.Module]]:
-    """The layers of a ResNet of 6n + 2 convolutions and linear layers: depth 8, 14, 20, 32, 44, 56, 110.
+    """The layers of a ResNet with 6n + 2 convolutions and linear layers: depth 8, 14, 20, 32, 44, 56, 110.
 
     Three groups of n residual layers; each further group has twice the channels and half the resolution.
-    The factories can be pickled by reference. Raises JobError for a depth that does not exist.
+    The factories can be pickled by reference. Raises JobError for a depth that is not 6n + 2.
     """
     if depth < 8 or (depth - 2) % 6:
         nearest = 6 * max(1, round((depth - 2) / 6)) + 2
-        raise JobError(f"there is no ResNet of depth {depth}: use 6n + 2, the nearest is {nearest}")
+        raise JobError(f"there is no ResNet of depth {depth}: use 6n + 2, for example {nearest}")
     widths = [width * 2**group for group in range(3) for _ in range((depth - 2) // 6)]
     residuals = [partial(Residual, i, o) for i, o in zip([width, *widths], widths, strict=False)]
     return [partial(Stem, width), *residuals, partial(Classify, widths[-1], classes)]
 
 
 class Stem(nn.Module):
-    """Images (batch, 3, height, width) -> channels."""
+    """Images (batch, 3, height, width) -> feature maps."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Stem(nn.Module):
 
 
 class Residual(nn.Module):
-    """Two convolutions added to what came in; where the channels grow, the resolution halves."""
+    """Two convolutions added to the input; if the number of channels grows, the resolution halves."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Data sets: item i is a function of i and the seed alone, and what is to be learned is there."""
+"""Datasets: item i depends only on i and the seed, and there is something to learn."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_the_sonnets_come_with_the_package() -> None:
     assert all(character.isascii() for character in data.alphabet)
 
 
-def test_all_of_the_text_is_served() -> None:
+def test_the_whole_text_is_used() -> None:
     data = Characters(length=3, text="abcdefg")
     assert data.decode(data[len(data) - 1][1]) == "efg"
     with pytest.raises(IndexError):
@@ -61,7 +61,7 @@ def test_random_tokens_do_not_touch_the_global_stream() -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_the_label_of_an_image_can_be_read_off_it() -> None:
+def test_the_label_of_an_image_can_be_computed_from_it() -> None:
     data = RandomImages(count=100, seed=1)
     for i in range(50):
         image, label = data[i]
