@@ -1,4 +1,4 @@
-"""Random runs that go wrong in random ways: each is survived, each can be had again, and a failure would be seen."""
+"""`culm chaos`: random runs with random faults are survived and reproducible, and failures are reported."""
 
 from __future__ import annotations
 
@@ -9,65 +9,84 @@ from typing import Any
 import pytest
 
 from culm.cli import main
-from culm.cluster.blows import Warn
-from culm.cluster.setup import STRATEGIES
+from culm.cluster.node_faults import NoticeToNode
 from culm.errors import UsageError
-from culm.testing import Trained, chaos
-from culm.testing.chaos import FEATURES, SHAPES, UNEQUAL, Outcome, covered, draw, face, job_of, known
-from culm.testing.reshape import SHAPES as CHANGING_SHAPES
+from culm.strategies import known_names
+from culm.testing import ReferenceResult, chaos
+from culm.testing.chaos import (
+    FEATURES,
+    STEADY_SHAPES,
+    UNEQUAL_LAYERS,
+    ChaosResult,
+    check_strategies,
+    coverage,
+    make_job,
+    random_scenario,
+    run_scenario,
+)
+from culm.testing.random_reshape_faults import RESHAPE_SHAPES as CHANGING_SHAPES
 
 BATCH = 20
 
 
 @functools.cache
-def faced(seed: int) -> Outcome:
-    return face(draw(seed))
+def result_of_seed(seed: int) -> ChaosResult:
+    return run_scenario(random_scenario(seed))
 
 
 @pytest.mark.parametrize("batch", range(10))
 def test_every_seed_is_survived(batch: int) -> None:
-    outcomes = [faced(seed) for seed in range(batch * BATCH, (batch + 1) * BATCH)]
+    outcomes = [result_of_seed(seed) for seed in range(batch * BATCH, (batch + 1) * BATCH)]
     failures = [f"{outcome.scenario}\n{outcome.failure}" for outcome in outcomes if outcome.failure]
     assert not failures, f"replay with culm chaos --seed K\n{failures[0]}"
 
 
-def test_a_seed_is_a_run_that_can_be_had_again() -> None:
+def test_a_seed_reproduces_its_run() -> None:
     for seed in range(100, 104):
-        one, other = faced(seed), face(draw(seed))
+        one, other = result_of_seed(seed), run_scenario(random_scenario(seed))
         assert one == other
         assert "epoch 1: members" in one.history + one.failure
 
 
-def test_seeds_are_drawn_from_all_there_is() -> None:
-    drawn = [draw(seed) for seed in range(300)]
-    assert {(scenario.pipelines, scenario.stages) for scenario in drawn} == {*SHAPES, *CHANGING_SHAPES}
-    assert {scenario.schedule for scenario in drawn} == {"gpipe", "1f1b", "zb", "interleaved"}
-    assert {scenario.strategy for scenario in drawn} == set(known())
-    assert {name for scenario in drawn for name in scenario.features} == {*FEATURES, UNEQUAL}
+def test_random_scenarios_cover_all_strategies_schedules_and_faults() -> None:
+    drawn = [random_scenario(seed) for seed in range(300)]
+    assert {(scenario.pipelines, scenario.stages) for scenario in drawn} == {*STEADY_SHAPES, *CHANGING_SHAPES}
+    assert {scenario.schedule for scenario in drawn} == {"gpipe", "1f1b", "zb", "interleaved", "planned"}
+    assert {scenario.strategy for scenario in drawn} == set(check_strategies())
+    assert {name for scenario in drawn for name in scenario.features} == {*FEATURES, UNEQUAL_LAYERS}
     assert {scenario.exact for scenario in drawn} == {True, False}
     assert len({str(scenario.faults) for scenario in drawn}) > 250
     faults = [fault for scenario in drawn for fault in scenario.faults.all]
-    assert {fault.word for fault in faults} >= {"kill", "pause", "partition", "warn", "join", "outage", "lose", "wish"}
-    notices = [fault for fault in faults if isinstance(fault, Warn)]
+    assert {fault.call_name for fault in faults} >= {
+        "kill",
+        "pause",
+        "partition",
+        "warn",
+        "join",
+        "outage",
+        "drop_message",
+        "request_layout",
+    }
+    notices = [fault for fault in faults if isinstance(fault, NoticeToNode)]
     assert {fault.seconds == 0 for fault in notices} == {len(fault.nodes) == 1 for fault in notices} == {True, False}
 
 
-def test_whoever_leads_is_hurt_often_enough_for_leaders_to_change() -> None:
-    counts = covered([faced(seed) for seed in range(12)])
+def test_faults_hit_the_leader_often_enough_for_leaders_to_change() -> None:
+    counts = coverage([result_of_seed(seed) for seed in range(12)])
     assert {"1", "2"} <= counts["leaders"].keys()
 
 
-def test_strategies_can_be_chosen_among_those_there_are() -> None:
+def test_strategies_can_be_restricted_to_known_names() -> None:
     able = ("none", "shadow", "shadow-lazy", "reroute", "templates")
-    assert known() == tuple(name for name in STRATEGIES if name in able)
-    assert {draw(seed, ["none"]).strategy for seed in range(20)} == {"none"}
-    with pytest.raises(UsageError, match="--strategy 'auto' is nothing that chaos knows: use none"):
-        known(["auto"])
+    assert check_strategies() == tuple(name for name in known_names() if name in able)
+    assert {random_scenario(seed, ["none"]).strategy for seed in range(20)} == {"none"}
+    with pytest.raises(UsageError, match="--strategy 'auto' cannot be tested by chaos: use none"):
+        check_strategies(["auto"])
 
 
-@pytest.mark.parametrize("feature", [*FEATURES, UNEQUAL])
+@pytest.mark.parametrize("feature", [*FEATURES, UNEQUAL_LAYERS])
 def test_every_feature_makes_a_job_of_its_own(feature: str) -> None:
-    plain, with_it = job_of((), True, 4), job_of((feature,), True, 4)
+    plain, with_it = make_job((), True, 4), make_job((feature,), True, 4)
     different = [
         name
         for name in ("clip_norm", "tied", "loss", "precision", "evaluate_every")
@@ -77,13 +96,13 @@ def test_every_feature_makes_a_job_of_its_own(feature: str) -> None:
     assert len(different) + len(factories) == (0 if feature == "checkpoints" else 1)
 
 
-def test_what_was_covered_counts_only_what_struck() -> None:
-    outcomes = [face(draw(seed, ["none"])) for seed in range(12)]
-    counts = covered(outcomes)
+def test_coverage_counts_only_injected_faults() -> None:
+    outcomes = [run_scenario(random_scenario(seed, ["none"])) for seed in range(12)]
+    counts = coverage(outcomes)
     assert counts["strategy"] == {"none": 12}
     assert sum(counts["shape"].values()) == sum(counts["schedule"].values()) == sum(counts["result"].values()) == 12
-    assert sum(counts["fault"].values()) == sum(len(outcome.strikes) for outcome in outcomes)
-    assert covered([Outcome(draw(0))])["fault"] == {}
+    assert sum(counts["fault"].values()) == sum(len(outcome.injected_faults) for outcome in outcomes)
+    assert coverage([ChaosResult(random_scenario(0))])["fault"] == {}
 
 
 # The command
@@ -114,8 +133,8 @@ def test_as_json_it_prints_one_object_and_nothing_else(capsys: pytest.CaptureFix
     assert found["wall_s"] > 0
 
 
-@pytest.mark.usefixtures("wrong")
-def test_seeds_are_tried_from_the_first_that_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("wrong_reference")
+def test_seeds_start_at_the_first_option(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "--seeds", "2", "--first", "40", "--json", "--strategy", "none")
     assert code == 1
     assert [failed["seed"] for failed in json.loads(out)["failed"]] == [40, 41]
@@ -124,26 +143,26 @@ def test_seeds_are_tried_from_the_first_that_is_asked_for(capsys: pytest.Capture
 def test_a_seed_is_replayed_with_its_history(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "--seed", "7")
     assert code == 0
-    assert out.startswith(f"{draw(7)}\nsurvived, with ")
+    assert out.startswith(f"{random_scenario(7)}\nsurvived, with ")
     assert "epoch 1: members" in out
 
 
 @pytest.fixture
-def wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The single process is said to come to something else: now every run is wrong."""
-    right = chaos._truth
+def wrong_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong reference result: every run counts as a failure."""
+    right = chaos._expected_result
 
-    def truth(*key: Any) -> Trained:
+    def wrong_result(*key: Any) -> ReferenceResult:
         found = right(*key)
         parameters = {name: value + 1 for name, value in found.snapshot.parameters.items()}
         snapshot = type(found.snapshot)(parameters, found.snapshot.buffers, found.snapshot.moments)
-        return Trained(found.losses, found.evaluations, snapshot, "", "")
+        return ReferenceResult(found.losses, found.evaluations, snapshot, "", "")
 
-    monkeypatch.setattr(chaos, "_truth", truth)
+    monkeypatch.setattr(chaos, "_expected_result", wrong_result)
 
 
-@pytest.mark.usefixtures("wrong")
-def test_a_run_that_came_to_something_else_is_a_failure_with_its_seed(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("wrong_reference")
+def test_a_run_with_a_different_result_is_a_failure_with_its_seed(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, "--seeds", "2", "--strategy", "none", "--json")
     found = json.loads(out)
     assert code == 1
@@ -153,8 +172,8 @@ def test_a_run_that_came_to_something_else_is_a_failure_with_its_seed(capsys: py
     assert "culm: 2 of 2 seeds failed (0, 1): replay with culm chaos --seed 0 --strategy none" in err
 
 
-@pytest.mark.usefixtures("wrong")
-def test_a_failure_is_replayed_with_what_is_wrong_and_what_led_there(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("wrong_reference")
+def test_a_failure_is_replayed_with_its_differences_and_history(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "--seed", "1")
     assert code == 1
     assert "the state is not the same to the last bit" in out or "is off by" in out
@@ -170,7 +189,7 @@ def test_a_failure_is_replayed_with_what_is_wrong_and_what_led_there(capsys: pyt
         (["--seed", "1", "--first", "2"], "culm: --seed 1 replays one and --first 2 tries many: give one of them"),
         (["--first", "-2"], "culm: --first is -2: use a whole number of at least 0"),
         (["--changing", "--strategy", "none"], "culm: --changing needs a strategy that goes on after a loss: add one"),
-        (["--strategy", "hope"], "culm: --strategy 'hope' is nothing that chaos knows: use "),
+        (["--strategy", "hope"], "culm: --strategy 'hope' cannot be tested by chaos: use "),
     ],
 )
 def test_a_wrong_request_is_refused_in_a_sentence(

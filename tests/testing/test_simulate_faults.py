@@ -1,4 +1,4 @@
-"""Faults on a whole simulated cluster: they strike where they are told to, the same way twice, and leave a trace."""
+"""Faults on a simulated cluster: they are injected at their moment, reproducibly, and appear in the history."""
 
 from __future__ import annotations
 
@@ -8,28 +8,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.known import ready, truth
+from tests.cached_runs import cached_setup, reference_result
+from tests.testing.small_job import job
 
 from culm.errors import NodeLost, RunError, UsageError
-from culm.schedule import generate
+from culm.schedule import generate_plan
 from culm.schedule.action import Kind
-from culm.testing import Deadlock, Faults, Simulated, reference, simulate
-from culm.testing.cluster import enact
-
-from .jobs import job
+from culm.testing import Deadlock, Faults, SimulatedRun, reference, simulate
+from culm.testing.simulated_cluster import run_prepared
 
 JOB = job()
 
 
-def hurt(faults: Faults, *, seed: int = 0, **request: Any) -> Simulated:
-    setup = ready(JOB, **{"pipelines": 2, "stages": 2, **request})
-    return enact(JOB, setup, faults=faults, seed=seed, cost=lambda *_: 0.01, latency=0.001)
+def run_with_faults(faults: Faults, *, seed: int = 0, **request: Any) -> SimulatedRun:
+    setup = cached_setup(JOB, **{"pipelines": 2, "stages": 2, **request})
+    return run_prepared(JOB, setup, faults=faults, seed=seed, cost=lambda *_: 0.01, latency=0.001)
 
 
 @functools.cache
-def quiet(schedule: str = "1f1b") -> Simulated:
-    """A run that nothing befalls."""
-    return hurt(Faults(), schedule=schedule)
+def undisturbed_run(schedule: str = "1f1b") -> SimulatedRun:
+    """A run without faults."""
+    return run_with_faults(Faults(), schedule=schedule)
 
 
 HARMLESS = {
@@ -37,7 +36,7 @@ HARMLESS = {
     "the leader pauses": Faults().pause(0, at="0F1", step=1, seconds=1.5),
     "all pause at once": Faults().pause((0, 1, 2, 3), after_s=0.1, seconds=1.5),
     "one pause after the other": Faults().pause(2, at="0F2", seconds=1.5).pause(2, at="0B2", seconds=1.5),
-    "late": Faults().late(0, 1, seconds=3.0, nth=5).late(3, 2, seconds=1.0),
+    "late": Faults().delay_message(0, 1, seconds=3.0, nth=5).delay_message(3, 2, seconds=1.0),
     "reordered": Faults().reorder(seconds=0.5),
     "slow links": Faults().slow_link(0, 1, latency=0.1).slow_link(2, seconds_per_byte=1e-3),
 }
@@ -45,28 +44,26 @@ HARMLESS = {
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb"])
 @pytest.mark.parametrize("name", HARMLESS)
-def test_what_only_takes_time_changes_nothing_but_time(name: str, schedule: str) -> None:
-    """Under split backward a B means the W: each fault strikes under both schedules."""
-    calm, found = quiet(schedule), hurt(HARMLESS[name], schedule=schedule)
-    assert found.state_sha256 == calm.state_sha256 == truth(JOB).state_sha256
+def test_faults_that_only_delay_change_nothing_but_time(name: str, schedule: str) -> None:
+    """Under split backward, B means W: each fault is injected under both schedules."""
+    calm, found = undisturbed_run(schedule), run_with_faults(HARMLESS[name], schedule=schedule)
+    assert found.state_sha256 == calm.state_sha256 == reference_result(JOB).state_sha256
     assert found.losses == calm.losses
-    assert {strike.fault for strike in found.strikes} == set(HARMLESS[name].all)
+    assert {injected.fault for injected in found.injected_faults} == set(HARMLESS[name].all)
     assert found.virtual_s > calm.virtual_s
 
 
 @pytest.mark.parametrize("strategy", ["reroute", "shadow"])
 @pytest.mark.parametrize("node", [0, 1, 3])
-def test_connections_that_break_between_nodes_that_live_are_made_anew_and_nobody_is_lost(
-    node: int, strategy: str
-) -> None:
-    """Cut off for less than the lease: when that is over every connection across turns out to be broken."""
-    found = hurt(Faults().partition(node, step=1, nth=2, seconds=1.0), strategy=strategy)
-    assert found.state_sha256 == truth(JOB).state_sha256
+def test_broken_connections_between_live_nodes_are_restored_and_no_node_is_lost(node: int, strategy: str) -> None:
+    """Partitioned for less than the lease: afterwards every connection across the partition is broken."""
+    found = run_with_faults(Faults().partition(node, step=1, nth=2, seconds=1.0), strategy=strategy)
+    assert found.state_sha256 == reference_result(JOB).state_sha256
     assert found.summary["preemptions"] == 0
 
 
 def test_reordering_comes_from_the_seed_alone() -> None:
-    times = [hurt(Faults().reorder(seconds=0.5), seed=seed).virtual_s for seed in (0, 0, 1)]
+    times = [run_with_faults(Faults().reorder(seconds=0.5), seed=seed).virtual_s for seed in (0, 0, 1)]
     assert times[0] == times[1] != times[2]
 
 
@@ -81,9 +78,9 @@ FATAL = {
 
 
 @pytest.mark.parametrize("name", FATAL)
-def test_without_a_strategy_a_node_that_is_lost_in_whatever_way_ends_the_run_with_its_number(name: str) -> None:
-    with pytest.raises(NodeLost, match=r"node 1 vanished in step \d and nobody else holds its layers") as caught:
-        hurt(FATAL[name], strategy="none")
+def test_without_a_strategy_every_kind_of_loss_ends_the_run_with_the_node_number(name: str) -> None:
+    with pytest.raises(NodeLost, match=r"node 1 was lost in step \d and no other node holds its layers") as caught:
+        run_with_faults(FATAL[name], strategy="none")
     (note,) = caught.value.__notes__
     assert note.startswith(f"{FATAL[name]}, seed 0:\n")
     assert f"the moment of {FATAL[name].all[0]}" in note
@@ -98,56 +95,56 @@ def test_without_a_strategy_a_node_that_is_lost_in_whatever_way_ends_the_run_wit
     ],
 )
 def test_without_a_strategy_a_lost_leader_ends_the_run_with_one_sentence_too(faults: Faults) -> None:
-    with pytest.raises(NodeLost, match="node 0, which led, vanished"):
-        hurt(faults, strategy="none")
+    with pytest.raises(NodeLost, match="node 0, the leader, was lost"):
+        run_with_faults(faults, strategy="none")
 
 
 def test_a_group_is_lost_at_one_moment() -> None:
     with pytest.raises(RunError) as caught:
-        hurt(Faults().kill((2, 3), at="1F2", step=1), strategy="none")
+        run_with_faults(Faults().kill((2, 3), at="1F2", step=1), strategy="none")
     struck = [line.split() for line in caught.value.__notes__[0].splitlines() if line.endswith("killed")]
     assert [line[2] for line in struck] == ["2", "3"]
     assert struck[0][0] == struck[1][0]
 
 
-def test_the_output_of_the_action_at_which_a_node_was_killed_has_gone_nowhere() -> None:
+def test_the_output_of_the_action_at_which_a_node_was_killed_is_not_sent() -> None:
     """Node 0 dies at its first forward: the other stage never does anything."""
     with pytest.raises(NodeLost) as caught:
-        hurt(Faults().kill(0, at="0F0", step=0), pipelines=1, strategy="none")
+        run_with_faults(Faults().kill(0, at="0F0", step=0), pipelines=1, strategy="none")
     assert "node 0   was last at 0F0 of step 0" in caught.value.__notes__[0]
     assert "node 1   was last at 1" not in caught.value.__notes__[0]
 
 
-def test_a_hurt_run_goes_the_same_way_twice() -> None:
+def test_a_run_with_faults_is_reproducible() -> None:
     faults = Faults().reorder(seconds=0.01, seed=3).pause(2, at="0B3", seconds=0.7).kill(1, after_s=0.5)
     notes = []
     for _ in range(2):
         with pytest.raises(NodeLost) as caught:
-            hurt(faults, seed=5, strategy="none")
+            run_with_faults(faults, seed=5, strategy="none")
         notes += caught.value.__notes__
     assert notes[0] == notes[1]
 
 
-def test_a_lost_frame_that_nobody_sends_again_is_a_deadlock_and_not_a_hang() -> None:
+def test_a_lost_frame_that_is_not_resent_is_a_deadlock_and_not_a_hang() -> None:
     with pytest.raises(Deadlock) as caught:
-        hurt(Faults().lose(0, 1, kind="frame"), strategy="none")
-    assert "the moment of lose(source=0, target=1, kind='frame')" in caught.value.__notes__[0]
+        run_with_faults(Faults().drop_message(0, 1, kind="frame"), strategy="none")
+    assert "the moment of drop_message(source=0, target=1, kind='frame')" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize("node", range(4))
-def test_the_history_tells_where_every_node_was(node: int) -> None:
-    history = str(quiet().history)
+def test_the_history_contains_the_last_action_of_every_node(node: int) -> None:
+    history = str(undisturbed_run().history)
     assert f"node {node} has joined" in history
     assert f"node {node}   was last at " in history
     assert "epoch 1: members 0 1 2 3" in history
     assert "step 2 is committed" in history
 
 
-def test_a_slow_disk_holds_up_the_one_who_builds_and_writes(tmp_path: Path) -> None:
-    """Layers may come from a file: building is an access like each of the three checkpoints."""
+def test_a_slow_disk_delays_the_node_that_builds_and_writes(tmp_path: Path) -> None:
+    """Layers may come from a file: building is one access, like each of the three checkpoints."""
     times = []
     for name, faults in (("quick", Faults()), ("slow", Faults().slow_disk(3, seconds=10))):
-        found = hurt(faults, out=str(tmp_path / name), checkpoint_every=1)
+        found = run_with_faults(faults, out=str(tmp_path / name), checkpoint_every=1)
         assert found.summary["checkpoints"] == [1, 2, 3]
         times.append(found.virtual_s)
     assert times[1] - times[0] == pytest.approx(10 + 30, abs=0.5)
@@ -159,42 +156,42 @@ def test_a_slow_disk_holds_up_the_one_who_builds_and_writes(tmp_path: Path) -> N
         Faults().kill(4, step=0),
         Faults().kill((0, 4), step=0),
         Faults().slow_disk(4, seconds=1),
-        Faults().lose(0, 4),
+        Faults().drop_message(0, 4),
         Faults().slow_link(4, latency=1),
     ],
 )
-def test_a_node_that_there_is_not_is_refused(faults: Faults) -> None:
+def test_an_unknown_node_is_refused(faults: Faults) -> None:
     with pytest.raises(UsageError, match="there is no node 4: the last one is 3"):
-        hurt(faults)
+        run_with_faults(faults)
 
 
 def test_a_kill_can_be_placed_at_every_action_of_the_plan() -> None:
-    """Each action of each node is a moment, in each step, and comes once: in step 2 for the third time."""
+    """Each action of each node occurs once in each step: the third occurrence is in step 2."""
     faults, actions = Faults(), []
     for segment, kind, micro in itertools.product((0, 1), "FB", range(4)):
         node, action = 2 * (micro // 2) + segment, f"{segment}{kind}{micro}"
         faults = faults.pause(node, at=action, step=2, seconds=0.1).pause(node, at=action, nth=3, seconds=0.1)
         actions += [action, action]
-    found = hurt(faults, strategy="none")
-    assert sorted(strike.at for strike in found.strikes) == sorted(actions)
-    assert found.missed(faults) == []
+    found = run_with_faults(faults, strategy="none")
+    assert sorted(injected.at for injected in found.injected_faults) == sorted(actions)
+    assert found.unstruck_faults(faults) == []
 
 
 @pytest.mark.parametrize("schedule", ["zb", "interleaved"])
 def test_every_action_that_a_plan_writes_is_a_moment_of_its_node(schedule: str) -> None:
-    plan = generate(schedule, pipelines=2, stages=2, micro_batches=4, ranges=2 if schedule == "interleaved" else 1)
+    plan = generate_plan(schedule, pipelines=2, stages=2, micro_batches=4, ranges=2 if schedule == "interleaved" else 1)
     faults = Faults()
     for node, row in enumerate(plan.workers):
         for action in (*map(str, row), *(f"{action}+" for action in row if action.kind is Kind.S)):
             faults = faults.pause(node, at=action, step=1, seconds=0.1)
-    assert not hurt(faults, schedule=schedule, strategy="none").missed(faults)
+    assert not run_with_faults(faults, schedule=schedule, strategy="none").unstruck_faults(faults)
 
 
-def test_notice_to_a_node_that_has_not_come_yet_is_heard_by_the_others_alone() -> None:
-    """Node 4 comes two steps after the notice to nodes 3 and 4."""
+def test_a_notice_to_a_node_that_does_not_exist_yet_only_reaches_the_others() -> None:
+    """Node 4 joins two steps after the notice to nodes 3 and 4."""
     faults = Faults().warn((3, 4), step=0, nth=2, seconds=30.0).join(0, step=2)
     described = job(steps=5)
     run = simulate(described, faults=faults, pipelines=2, stages=2, strategy="reroute")
-    assert run.missed(faults) == []
+    assert run.unstruck_faults(faults) == []
     assert run.state_sha256 == reference(described).state_sha256
     assert [each["lost"] for each in run.summary["recoveries"]] == [[3]]

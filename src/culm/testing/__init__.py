@@ -1,25 +1,27 @@
-"""Public tools to test jobs with: the reference loop, and a whole cluster in one process that can be hurt."""
+"""Public tools for testing jobs: the reference loop, and a simulated cluster in one process with fault injection."""
 
 from __future__ import annotations
 
-from culm.cluster.blows import Kill
-from culm.testing.cluster import Cluster, Script, Simulated, simulate
-from culm.testing.faults import Faults
-from culm.testing.history import History
-from culm.testing.loop import Deadlock, VirtualClock, run_virtual
-from culm.testing.reference import Trained, reference
-from culm.testing.survive import Survived, survives
+from culm.cluster.node_faults import KillNode
+from culm.device.simulated_streams import SimulatedDevice
+from culm.testing.fault_schedule import Faults
+from culm.testing.reference_loop import ReferenceResult, reference
+from culm.testing.run_history import RunHistory
+from culm.testing.simulated_cluster import Cluster, Script, SimulatedRun, simulate
+from culm.testing.survival_check import SurvivedRun, survives
+from culm.testing.virtual_time import Deadlock, VirtualClock, run_virtual
 
 __all__ = [
     "Cluster",
     "Deadlock",
     "Faults",
-    "History",
-    "Kill",
+    "KillNode",
+    "ReferenceResult",
+    "RunHistory",
     "Script",
-    "Simulated",
-    "Survived",
-    "Trained",
+    "SimulatedDevice",
+    "SimulatedRun",
+    "SurvivedRun",
     "VirtualClock",
     "reference",
     "run_virtual",

@@ -1,4 +1,4 @@
-"""Nodes in virtual time: one that stands still does nothing, one that is gone never does anything again."""
+"""Simulated machines: a paused node does nothing, and a killed one never continues."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from contextlib import aclosing, suppress
 
 import pytest
 
-from culm.cluster.store import Change, MemoryStore
+from culm.cluster.store.store import MemoryStore, StoreChange
 from culm.errors import RunError
-from culm.testing import History, run_virtual
-from culm.testing.loop import virtual_loop
-from culm.testing.machines import Machines, Session
-from culm.transport.base import Letter
-from culm.transport.memory import MemoryNetwork, Parcel, Passage
+from culm.testing import RunHistory, run_virtual
+from culm.testing.simulated_machines import SimulatedMachines, SimulatedStoreSession
+from culm.testing.virtual_time import virtual_loop
+from culm.transport.frames.simulated_network import Delivery, DeliveryTiming, SimulatedNetwork
+from culm.transport.interface import ControlMessage
 
 
 def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-# Standing still
+# Pauses
 
 
-def test_a_node_that_stands_still_goes_on_where_it_stood() -> None:
+def test_a_paused_node_resumes_where_it_stopped() -> None:
     async def main() -> list[float]:
         ticks: list[float] = []
 
@@ -33,7 +33,7 @@ def test_a_node_that_stands_still_goes_on_where_it_stood() -> None:
                 await asyncio.sleep(1)
                 ticks.append(now())
 
-        task = virtual_loop().on_node(3, tick())
+        task = virtual_loop().create_node_task(3, tick())
         await asyncio.sleep(2.5)
         virtual_loop().pause(3)
         await asyncio.sleep(10)
@@ -44,13 +44,13 @@ def test_a_node_that_stands_still_goes_on_where_it_stood() -> None:
     assert run_virtual(main()) == [1.0, 2.0, 12.5, 13.5, 14.5]
 
 
-def test_nobody_else_stands_still() -> None:
+def test_other_nodes_keep_running() -> None:
     async def main() -> None:
         async def beside() -> float:
             await asyncio.sleep(1)
             return now()
 
-        tasks = [virtual_loop().on_node(node, beside()) for node in (0, 1)] + [asyncio.create_task(beside())]
+        tasks = [virtual_loop().create_node_task(node, beside()) for node in (0, 1)] + [asyncio.create_task(beside())]
         virtual_loop().pause(1)
         await asyncio.sleep(5)
         assert [task.done() for task in tasks] == [True, False, True]
@@ -60,7 +60,7 @@ def test_nobody_else_stands_still() -> None:
     run_virtual(main())
 
 
-def test_all_that_a_node_starts_stands_still_with_it_from_that_very_moment() -> None:
+def test_everything_a_node_starts_is_paused_with_it() -> None:
     async def main() -> None:
         done: list[str] = []
 
@@ -76,7 +76,7 @@ def test_all_that_a_node_starts_stands_still_with_it_from_that_very_moment() -> 
             await asyncio.sleep(0)
             done.append("d")
 
-        task = virtual_loop().on_node(0, parent())
+        task = virtual_loop().create_node_task(0, parent())
         await asyncio.sleep(1)
         assert done == ["the action goes to its end"]
         virtual_loop().resume(0)
@@ -86,8 +86,8 @@ def test_all_that_a_node_starts_stands_still_with_it_from_that_very_moment() -> 
     run_virtual(main())
 
 
-def test_a_time_out_that_ran_out_meanwhile_is_over_only_once() -> None:
-    """It fires while the node stands still; so does what it waits for. Whichever came first counts."""
+def test_a_timeout_that_expires_during_a_pause_fires_once() -> None:
+    """The timeout expires while the node is paused, and so does what it waits for. The earlier one counts."""
 
     async def main() -> None:
         event = asyncio.Event()
@@ -102,7 +102,7 @@ def test_a_time_out_that_ran_out_meanwhile_is_over_only_once() -> None:
 
         for first, outcome in ((1.0, "came"), (9.0, "timed out")):
             event.clear()
-            task = virtual_loop().on_node(0, wait())
+            task = virtual_loop().create_node_task(0, wait())
             await asyncio.sleep(0)
             virtual_loop().pause(0)
             asyncio.get_running_loop().call_later(first, event.set)
@@ -113,11 +113,11 @@ def test_a_time_out_that_ran_out_meanwhile_is_over_only_once() -> None:
     run_virtual(main())
 
 
-# Ending
+# Kills
 
 
 @pytest.mark.parametrize("paused", [False, True])
-def test_nothing_of_a_node_that_is_gone_takes_another_step(paused: bool) -> None:
+def test_no_code_of_a_killed_node_continues(paused: bool) -> None:
     async def main() -> None:
         done: list[str] = []
 
@@ -133,12 +133,12 @@ def test_nothing_of_a_node_that_is_gone_takes_another_step(paused: bool) -> None
                 asyncio.create_task(child(1.0))  # noqa: RUF006
             await child(1.0)
 
-        task = virtual_loop().on_node(0, parent())
+        task = virtual_loop().create_node_task(0, parent())
         await asyncio.sleep(0.5)
         if paused:
             virtual_loop().pause(0)
-            await asyncio.sleep(5)  # by now they would have gone on
-        virtual_loop().end(0)
+            await asyncio.sleep(5)  # by now they would have continued
+        virtual_loop().cancel_node(0)
         await asyncio.wait([task])
         assert task.cancelled()
         assert done == ["tidied"] * 4
@@ -146,17 +146,17 @@ def test_nothing_of_a_node_that_is_gone_takes_another_step(paused: bool) -> None
     run_virtual(main())
 
 
-def test_a_node_that_ends_itself_gets_no_further_than_its_next_wait() -> None:
+def test_a_node_that_kills_itself_stops_at_its_next_await() -> None:
     async def main() -> None:
         done: list[str] = []
 
         async def suicide() -> None:
-            virtual_loop().end(0)
+            virtual_loop().cancel_node(0)
             done.append("the action goes to its end")
             await asyncio.sleep(0)
             done.append("went on")
 
-        task = virtual_loop().on_node(0, suicide())
+        task = virtual_loop().create_node_task(0, suicide())
         await asyncio.wait([task])
         assert done == ["the action goes to its end"]
 
@@ -166,13 +166,15 @@ def test_a_node_that_ends_itself_gets_no_further_than_its_next_wait() -> None:
 # Sessions
 
 
-def hurt(play: Callable[[Machines, Session], Awaitable[None]]) -> str:
-    """Play with node 1 of two, which has a session in a store; returns the history."""
+def play_on_machines(play: Callable[[SimulatedMachines, SimulatedStoreSession], Awaitable[None]]) -> str:
+    """Run a script with node 1 of two, which has a session in a store; returns the history."""
 
     async def main() -> str:
-        machines = Machines(MemoryNetwork(), MemoryStore(), History(), lease_s=2.0)
-        machines.network.way = lambda parcel: Passage(0.0) if hears(machines, parcel) else None
-        session = machines.session(1)
+        machines = SimulatedMachines(SimulatedNetwork(), MemoryStore(), RunHistory(), lease_s=2.0)
+        machines.network.delivery_rule = lambda delivery: (
+            DeliveryTiming(0.0) if message_arrives(machines, delivery) else None
+        )
+        session = machines.open_session(1)
         await session.put("nodes/1", b"here", session=True)
         await play(machines, session)
         return str(machines.history)
@@ -180,40 +182,40 @@ def hurt(play: Callable[[Machines, Session], Awaitable[None]]) -> str:
     return run_virtual(main())
 
 
-def hears(machines: Machines, parcel: Parcel) -> bool:
-    return machines.hears(int(parcel.source[-1]), int(parcel.target[-1]))
+def message_arrives(machines: SimulatedMachines, delivery: Delivery) -> bool:
+    return machines.connected(int(delivery.source[-1]), int(delivery.target[-1]))
 
 
 @pytest.mark.parametrize("how", ["paused", "cut off"])
-def test_a_silence_shorter_than_the_lease_is_forgiven(how: str) -> None:
-    async def play(machines: Machines, session: Session) -> None:
+def test_a_silence_shorter_than_the_lease_keeps_the_session(how: str) -> None:
+    async def play(machines: SimulatedMachines, session: SimulatedStoreSession) -> None:
         for _ in range(3):
             silence(machines, how, 1.9)
             await asyncio.sleep(1.95)
         await asyncio.sleep(10)
         await session.put("still", b"here")
         assert machines.store.read("nodes/1") == b"here"
-        assert not machines.gone
+        assert not machines.lost_nodes
 
-    assert "has ended" not in hurt(play)
+    assert "has ended" not in play_on_machines(play)
 
 
-def silence(machines: Machines, how: str, seconds: float) -> None:
+def silence(machines: SimulatedMachines, how: str, seconds: float) -> None:
     if how == "paused":
         machines.pause(1, seconds)
     else:
-        machines.cut_off(frozenset((1,)), seconds)
+        machines.partition(frozenset((1,)), seconds)
 
 
 @pytest.mark.parametrize("how", ["paused", "cut off"])
-def test_a_longer_silence_ends_the_session_and_whoever_wakes_up_finds_out(how: str) -> None:
-    async def play(machines: Machines, session: Session) -> None:
+def test_a_longer_silence_ends_the_session_and_later_calls_fail(how: str) -> None:
+    async def play(machines: SimulatedMachines, session: SimulatedStoreSession) -> None:
         silence(machines, how, 5.0)
         await asyncio.sleep(1.99)
         assert machines.store.read("nodes/1") == b"here"
         await asyncio.sleep(0.02)
         assert machines.store.read("nodes/1") is None
-        assert machines.gone == {1}
+        assert machines.lost_nodes == {1}
         await asyncio.sleep(5)
         for call in (
             session.get("x"),
@@ -224,22 +226,22 @@ def test_a_longer_silence_ends_the_session_and_whoever_wakes_up_finds_out(how: s
                 await call
         assert machines.store.read("leader") is None
 
-    assert "node 1   silent for 2 s: its session in the store has ended" in hurt(play)
+    assert "node 1   silent for 2 s: its session in the store has ended" in play_on_machines(play)
 
 
-def test_a_call_of_a_node_that_is_cut_off_waits_until_it_is_not() -> None:
-    async def play(machines: Machines, session: Session) -> None:
-        machines.cut_off(frozenset((1,)), 1.5)
+def test_a_call_of_a_partitioned_node_waits_until_the_partition_heals() -> None:
+    async def play(machines: SimulatedMachines, session: SimulatedStoreSession) -> None:
+        machines.partition(frozenset((1,)), 1.5)
         await session.put("late", b"news")
         assert now() == 1.5
         assert machines.store.read("late") == b"news"
 
-    hurt(play)
+    play_on_machines(play)
 
 
-def test_a_watch_brings_news_late_and_in_order_or_ends_with_the_session() -> None:
-    async def play(machines: Machines, session: Session) -> None:
-        seen: list[tuple[float, Change]] = []
+def test_a_watch_delivers_changes_late_and_in_order_or_ends_with_the_session() -> None:
+    async def play(machines: SimulatedMachines, session: SimulatedStoreSession) -> None:
+        seen: list[tuple[float, StoreChange]] = []
 
         async def watch() -> None:
             async with aclosing(session.watch("k")) as changes:
@@ -249,71 +251,71 @@ def test_a_watch_brings_news_late_and_in_order_or_ends_with_the_session() -> Non
         watching = asyncio.create_task(watch())
         machines.store.write("k", b"1")
         await asyncio.sleep(1)
-        machines.cut_off(frozenset((1,)), 1.0)
+        machines.partition(frozenset((1,)), 1.0)
         machines.store.write("k", b"2")
         machines.store.write("k", b"3")
         await asyncio.sleep(5)
-        assert seen == [(0.0, Change("k", b"1")), (2.0, Change("k", b"2")), (2.0, Change("k", b"3"))]
-        machines.cut_off(frozenset((1,)), 4.0)
+        assert seen == [(0.0, StoreChange("k", b"1")), (2.0, StoreChange("k", b"2")), (2.0, StoreChange("k", b"3"))]
+        machines.partition(frozenset((1,)), 4.0)
         machines.store.write("k", b"4")
         with pytest.raises(RunError, match="has ended"):
             await watching
         assert now() == 10.0
         assert len(seen) == 3
 
-    hurt(play)
+    play_on_machines(play)
 
 
 def test_the_session_of_a_killed_node_ends_at_once_and_can_not_be_used() -> None:
-    async def play(machines: Machines, session: Session) -> None:
+    async def play(machines: SimulatedMachines, session: SimulatedStoreSession) -> None:
         machines.kill([1])
         assert machines.store.read("nodes/1") is None
         with pytest.raises(RunError):
             await session.put("nodes/1", b"undead", session=True)
 
-    assert "node 1   killed" in hurt(play)
+    assert "node 1   killed" in play_on_machines(play)
 
 
 # Partitions
 
 
-def test_what_is_sent_over_a_cut_vanishes_and_when_it_heals_both_sides_miss_each_other_once() -> None:
-    async def play(machines: Machines, session: Session) -> None:
+def test_messages_across_a_partition_are_lost_and_both_sides_see_one_broken_connection_after_it() -> None:
+    async def play(machines: SimulatedMachines, session: SimulatedStoreSession) -> None:
         zero, one, two = (machines.network.endpoint(f"worker-{node}") for node in range(3))
         for a, b in ((zero, one), (one, zero), (one, two), (two, one), (zero, two)):
-            a.post(b.address, b"hello")
-            await b.letter()
-        machines.cut_off(frozenset((1, 2)), 5.0)
-        zero.post("worker-1", b"lost")
-        one.post("worker-0", b"lost")
-        one.post("worker-2", b"inside")
-        assert await two.letter() == Letter("worker-1", b"inside")
+            a.send_message(b.address, b"hello")
+            await b.receive_message()
+        machines.partition(frozenset((1, 2)), 5.0)
+        zero.send_message("worker-1", b"lost")
+        one.send_message("worker-0", b"lost")
+        one.send_message("worker-2", b"inside")
+        assert await two.receive_message() == ControlMessage("worker-1", b"inside")
         assert now() == 0.0
-        assert await one.letter() == Letter("worker-0", None)
+        assert await one.receive_message() == ControlMessage("worker-0", None)
         assert now() == 5.0
-        assert sorted([await zero.letter(), await zero.letter()]) == [
-            Letter("worker-1", None),
-            Letter("worker-2", None),
+        assert sorted([await zero.receive_message(), await zero.receive_message()]) == [
+            ControlMessage("worker-1", None),
+            ControlMessage("worker-2", None),
         ]
-        two.post("worker-1", b"we still hear each other")
-        assert await one.letter() == Letter("worker-2", b"we still hear each other")
+        two.send_message("worker-1", b"we still hear each other")
+        assert await one.receive_message() == ControlMessage("worker-2", b"we still hear each other")
 
-    hurt(play)
+    play_on_machines(play)
 
 
-def test_a_node_that_dies_behind_a_cut_is_not_heard_to_die_before_the_cut_heals() -> None:
-    async def play(machines: Machines, session: Session) -> None:
+def test_a_death_behind_a_partition_is_seen_when_the_partition_heals() -> None:
+    async def play(machines: SimulatedMachines, session: SimulatedStoreSession) -> None:
         zero, one = (machines.network.endpoint(f"worker-{node}") for node in range(2))
-        one.post("worker-0", b"hello")
-        await zero.letter()
-        machines.cut_off(frozenset((1,)), 5.0)
+        one.send_message("worker-0", b"hello")
+        await zero.receive_message()
+        machines.partition(frozenset((1,)), 5.0)
         machines.kill([1])
         with suppress(TimeoutError):
             async with asyncio.timeout(4.9):
-                raise AssertionError(await zero.letter())
-        zero.post("worker-1", b"are you there?")
+                raise AssertionError(await zero.receive_message())
+        zero.send_message("worker-1", b"are you there?")
         await asyncio.sleep(1)
-        zero.post("worker-1", b"are you there?")
-        assert await zero.letter() == Letter("worker-1", None)
+        zero.send_message("worker-1", b"are you there?")
+        assert await zero.receive_message() == ControlMessage("worker-1", None)
 
-    hurt(play)
+    play_on_machines(play)

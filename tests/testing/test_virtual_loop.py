@@ -1,4 +1,4 @@
-"""Virtual time: what runs when, and what moves the clock."""
+"""The virtual event loop: the order of callbacks, and what moves the clock."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
-from culm.cluster.prepare import look
+from culm.cluster.prepare_run import inspect_layers
 from culm.testing import Deadlock, VirtualClock, chaos, run_virtual
-from culm.testing.loop import virtual_loop
+from culm.testing.virtual_time import virtual_loop
 
 
-def test_what_is_due_at_one_moment_runs_in_the_order_of_being_asked_for() -> None:
+def test_timers_of_one_moment_run_in_the_order_of_creation() -> None:
     async def main() -> list[int]:
         ran: list[int] = []
         loop, many = virtual_loop(), range(20)
@@ -23,7 +23,7 @@ def test_what_is_due_at_one_moment_runs_in_the_order_of_being_asked_for() -> Non
     assert run_virtual(main()) == sorted(range(20), key=lambda number: (number % 3 > 0, number))
 
 
-def test_who_sleeps_until_one_moment_wakes_in_the_order_of_falling_asleep() -> None:
+def test_sleepers_of_one_moment_wake_in_the_order_of_their_calls() -> None:
     async def main() -> list[tuple[int, float]]:
         clock, woke = VirtualClock(), list[tuple[int, float]]()
 
@@ -39,7 +39,7 @@ def test_who_sleeps_until_one_moment_wakes_in_the_order_of_falling_asleep() -> N
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0])
-def test_to_sleep_for_no_time_lets_the_others_run_once(seconds: float) -> None:
+def test_a_sleep_of_zero_lets_others_run_once(seconds: float) -> None:
     async def main() -> list[str]:
         done: list[str] = []
         asyncio.get_running_loop().call_soon(done.append, "other")
@@ -50,7 +50,7 @@ def test_to_sleep_for_no_time_lets_the_others_run_once(seconds: float) -> None:
     assert run_virtual(main()) == ["other", "me"]
 
 
-def test_a_sleep_or_a_timer_that_was_cancelled_does_not_move_the_clock() -> None:
+def test_cancelled_sleeps_and_timers_do_not_move_the_clock() -> None:
     async def main() -> float:
         sleeping = asyncio.create_task(VirtualClock().sleep(5))
         timer = asyncio.get_running_loop().call_later(7, pytest.fail)
@@ -65,7 +65,7 @@ def test_a_sleep_or_a_timer_that_was_cancelled_does_not_move_the_clock() -> None
     assert run_virtual(main()) == 3.0
 
 
-def test_timers_that_were_cancelled_keep_nobody_from_seeing_a_deadlock() -> None:
+def test_cancelled_timers_do_not_hide_a_deadlock() -> None:
     async def main() -> None:
         asyncio.get_running_loop().call_later(7, pytest.fail).cancel()
         asyncio.create_task(VirtualClock().sleep(5)).cancel()
@@ -77,5 +77,5 @@ def test_timers_that_were_cancelled_keep_nobody_from_seeing_a_deadlock() -> None
 
 @pytest.mark.parametrize("feature", ["clip", "evaluation"])
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "fast"])
-def test_jobs_of_chaos_look_alike_whatever_is_not_a_matter_of_their_layers(feature: str, exact: bool) -> None:
-    assert look(chaos.job_of((feature,), exact, 6)) == look(chaos.job_of((), exact, 4))
+def test_chaos_features_do_not_change_the_model_check(feature: str, exact: bool) -> None:
+    assert inspect_layers(chaos.make_job((feature,), exact, 6)) == inspect_layers(chaos.make_job((), exact, 4))
