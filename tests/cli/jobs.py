@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -130,3 +131,13 @@ class _Importing:
 def importing() -> culm.Job:
     """It talks, too."""
     return tiny(layers=[Narrow, Narrow, Narrow, Talking], loss=_Importing().loss, optimizer=torch.optim.AdamW)
+
+
+def brief() -> culm.Job:
+    """It lasts for seconds: longer than it takes to disturb it."""
+    return tiny(steps=120, loss=slow_mean_square)
+
+
+def slow_mean_square(output: Tensor, target: Tensor) -> Tensor:
+    time.sleep(0.005)
+    return mean_square(output, target)

@@ -1,0 +1,49 @@
+"""`culm export`: write a checkpoint as one model.safetensors, or as a folder for Hugging Face or torch's DCP."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from culm.cli.error_reporting import print_error, report_errors
+from culm.errors import UsageError
+
+
+def export(
+    source: Annotated[str, typer.Argument(metavar="DIR", help="A run folder, or the checkpoints folder in one.")],
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="Such as model.safetensors, or a folder.")],
+    hf: Annotated[bool, typer.Option("--hf", help="Write a folder that Hugging Face's from_pretrained loads.")] = False,
+    step: Annotated[int | None, typer.Option(help="Step of the checkpoint; default: the newest valid one.")] = None,
+    best: Annotated[bool, typer.Option("--best", help="The checkpoint that Job.keep_best keeps.")] = False,
+    ema: Annotated[bool, typer.Option("--ema", help="The averaged weights of Job.ema.")] = False,
+    dcp: Annotated[bool, typer.Option("--dcp", help="Write a folder of torch.distributed.checkpoint.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False,
+) -> None:
+    """Write parameters and buffers of a checkpoint to one file, named as in torch.nn.Sequential(*layers).
+
+    With --hf, of a run of culm.hf.parts: config, tokenizer and weights under the model's own names; of a peft model the
+    adapter.
+    """
+    with report_errors(debug=debug):
+        from culm import checkpoint
+
+        if best and step is not None:
+            raise UsageError("--best and --step both choose a checkpoint: leave one of them away")
+        if hf and (dcp or ema):
+            raise UsageError(f"--hf and {'--dcp' if dcp else '--ema'} are both given: leave one of them away")
+        step = checkpoint.find_catalog(source).best() if best else step
+        if dcp:
+            from culm.checkpoint.dcp_reader import export_dcp
+
+            report = export_dcp(source, target, step=step, averaged=ema)
+        elif hf:
+            from culm.hf import export_hf
+
+            report = export_hf(source, target, step=step, overwrite=overwrite)
+        else:
+            report = checkpoint.export(source, target, step=step, overwrite=overwrite, averaged=ema)
+        for skipped, reason in report.rejected:
+            print_error(f"skipped the checkpoint of step {skipped}: {reason}")
+        print(f"{report.path}: {report.tensors} tensors, {report.bytes / 1e6:.2f} MB, of step {report.step}")

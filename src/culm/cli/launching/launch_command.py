@@ -1,0 +1,291 @@
+"""`culm launch`: start machines, train a job on them, replace lost ones, and end all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import secrets
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from culm.cli.config_options import build_config, with_config_options
+from culm.cli.error_reporting import report_errors
+from culm.cli.launching.head_launch import (
+    arguments_for_head,
+    launch_on_head,
+    open_head,
+    print_dry_run,
+    show_launched,
+)
+from culm.cli.launching.offer_table import offer_table
+from culm.cli.option_values import parse_assignments
+from culm.cli.progress_display import make_console, make_display
+from culm.cli.run_tables import summary_table
+from culm.cli.running.run_command import detached_words, job_overrides
+from culm.cli.running.run_launcher import launch_detached, launch_run
+from culm.cluster.store.etcd.etcd_access import check_job_name
+from culm.config import RunConfig
+from culm.errors import UsageError
+from culm.job import find_job_file, import_root, parse_overrides
+from culm.machines.launch_order import LaunchOrder
+from culm.machines.machine_provider import LaunchSpec, MachineProvider, MachineRequest, Market, ProviderSettings
+from culm.machines.machine_provider_registry import (
+    known_machine_providers,
+    machine_provider_class,
+    open_machine_provider,
+)
+from culm.machines.suitable_instances import suitable_instances
+from culm.observe.writers.run_folder import to_plain_json
+from culm.providers.execute_run import find_resources
+from culm.providers.fork_server import GRACE_S, JobSource
+from culm.strategies.registry import add_search_folders
+
+_NOT_OFFERED = frozenset(
+    ["etcd", "etcd_user", "etcd_ca", "etcd_cert", "etcd_key", "join", "job_name", "local_nodes", "address", "ports"]
+) | frozenset(["kills", "trace", "speedup", "notice", "secret_file", "instance", "market", "node_price", "max_price"])
+"""Fields of RunConfig that a launch decides itself."""
+_FIELDS = tuple(field.name for field in dataclasses.fields(RunConfig) if field.name not in _NOT_OFFERED)
+_SAME_FILES = ("local", "slurm", "trace")
+"""Providers whose machines usually see the files of this one: their agents run with this Python."""
+_END_TIMEOUT_S = 120.0
+"""Limit for ending the machines after a second Ctrl-C."""
+_LABEL_LENGTH = 40
+_START_AFTER_S = 120.0
+"""When a run begins without the machines that have not come yet."""
+
+Number = int | None
+
+
+@with_config_options(_FIELDS)
+def launch(
+    file: Annotated[str, typer.Argument(metavar="FILE[:function]", help="A Python file with job() -> culm.Job.")],
+    on: Annotated[
+        str, typer.Option("--on", metavar="NAME", help=f"Where: {', '.join(known_machine_providers())}, MODULE:CLASS.")
+    ],
+    context: typer.Context,
+    head: Annotated[
+        str | None,
+        typer.Option(metavar="[USER@]HOST", help="Keep the store and the supervisor on this machine, by ssh."),
+    ] = None,
+    head_ssh: Annotated[str | None, typer.Option(help="The ssh command and its options for --head.")] = None,
+    launch_name: Annotated[str | None, typer.Option(hidden=True)] = None,
+    spot: Annotated[bool, typer.Option("--spot", help="Use spot machines, where the provider has them.")] = False,
+    instance: Annotated[str, typer.Option(help="Instance types to choose from, as in g5.xlarge,g6.xlarge.")] = "",
+    any_: Annotated[bool, typer.Option("--any", help="Choose among all instance types that fit, by price.")] = False,
+    zone: Annotated[str, typer.Option(help="Zones to choose from; default: the provider decides.")] = "",
+    max_price: Annotated[float | None, typer.Option(help="Most dollars per hour for a machine.")] = None,
+    hosts: Annotated[str | None, typer.Option(help="For --on hosts: HOST,HOST,... or @FILE.")] = None,
+    option: Annotated[
+        list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="Option of the provider; repeatable.")
+    ] = None,
+    program: Annotated[str | None, typer.Option(help="Command that runs culm on a machine; default: culm.")] = None,
+    image: Annotated[str, typer.Option(help="Container or machine image, where the provider needs one.")] = "",
+    env: Annotated[
+        list[str] | None, typer.Option("--env", metavar="NAME=VALUE", help="Environment variable of the agents.")
+    ] = None,
+    machine_notice: Annotated[str, typer.Option(help="Where agents learn of preemptions: see culm agent.")] = "none",
+    grace: Annotated[float, typer.Option(help="Seconds that an agent has after SIGTERM to hand over.")] = GRACE_S,
+    abandon_after: Annotated[
+        float, typer.Option(help="A machine ends itself after this many seconds without a sign of the run.")
+    ] = 900.0,
+    address: Annotated[str, typer.Option(help="Address at which machines reach this one; default: found.")] = "",
+    port: Annotated[int, typer.Option(help="Port of the store on this machine; default: a free one.")] = 0,
+    join: Annotated[
+        str | None, typer.Option(metavar="TOKEN|@FILE|env", help="Use this store instead of starting one here.")
+    ] = None,
+    job_name: Annotated[str | None, typer.Option("--job", help="Name of the job; default: of its file.")] = None,
+    exact: Annotated[bool, typer.Option("--exact", help="Bit for bit the same for any number of pipelines.")] = False,
+    steps: Annotated[Number, typer.Option(help="Replaces Job.steps.")] = None,
+    seed: Annotated[Number, typer.Option(help="Replaces Job.seed.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Replaces Job.FIELD.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be requested, and its price.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask before money is spent.")] = False,
+    detach: Annotated[bool, typer.Option("--detach", help="Return when the run has started: see culm attach.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show only errors and the output of the job.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="Print the summary as JSON, all else on stderr.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    **options: Any,
+) -> None:
+    """Train a job on machines of a provider: start them, replace lost ones, and end all of them afterwards."""
+    with report_errors(debug=debug):
+        if options.get("budget") is not None:
+            options["node_price"] = 0.0  # of nodes of this machine; those of the provider report their own price
+        options["start_after"] = _START_AFTER_S if options["start_after"] is None else options["start_after"]
+        config = build_config({**options, **({} if join is None else {"join": join})})
+        count = _machine_count(config)
+        job_file = find_job_file(file)
+        add_search_folders(import_root(job_file), job_file.parent)
+        overrides = job_overrides(set_ or [], steps=steps, seed=seed, exact=exact or None)
+        parse_overrides(overrides)
+        job = check_job_name(job_name or job_file.stem)
+        if head is not None:
+            if join is not None:
+                raise UsageError("--head and --join are both given: the store is on the head, leave one out")
+            place = open_head(head, head_ssh, _program("", program), _launch_name(job), job)
+            arguments = arguments_for_head(context, hosts)
+            asks = machine_provider_class(on).costs_money and not yes
+            if dry_run or asks:
+                print_dry_run(place, file, arguments)
+            if dry_run:
+                return
+            if asks:
+                _ask(count, on)
+            place = launch_on_head(place, file, arguments)
+            show_launched(place, detach=detach, quiet=quiet, json_=json_)
+            return
+        given = parse_assignments(option or []) | ({} if hosts is None else {"hosts": hosts})
+        order = LaunchOrder(
+            launch=launch_name or _launch_name(job),
+            job=job,
+            provider=on,
+            options=given,
+            requests=_requests(
+                _instances(instance, on, given, config, spot=spot, any_=any_),
+                zone,
+                _markets(config, spot=spot),
+            ),
+            max_price=max_price,
+            address=address,
+            port=port,
+            program=_program(on, program),
+            image=image,
+            notice=machine_notice,
+            grace_s=grace,
+            abandon_after_s=abandon_after,
+            environment=parse_assignments(env or []),
+        )
+        provider = open_machine_provider(on, ProviderSettings(launch=order.launch, options=given))
+        order = msgspec.structs.replace(order, requests=_checked(provider, order.requests, any_=any_))
+        console = make_console(stderr=json_ or dry_run)
+        if not quiet or dry_run:
+            console.print(offer_table(provider, order.requests, count))
+        if dry_run:
+            print(_manifests(provider, order, count), end="")
+            return
+        if provider.costs_money and not yes:
+            _ask(count, on)
+        resources = find_resources(config, file)
+        source = JobSource(reference=file, overrides=overrides, path=tuple(sys.path))
+        display = make_display(console, quiet=quiet)
+        if detach:
+            name = launch_detached(source, resources, display, launch=order)
+            print(json.dumps({"job": name}) if json_ else detached_words(name))
+            return
+        summary = launch_run(
+            source, resources, display, stdout_fd=2 if json_ else 1, launch=order, end_timeout_s=_END_TIMEOUT_S
+        )
+        if not quiet:
+            console.print(summary_table(summary, resources.config.out))
+        if json_:
+            print(json.dumps(to_plain_json(summary)))
+
+
+def _machine_count(config: RunConfig) -> int:
+    """How many machines the run needs. Raises UsageError if the options do not say it."""
+    if config.nodes is not None:
+        return config.nodes
+    if config.pipelines is not None and config.stages is not None:
+        return config.pipelines * config.stages // config.workers_per_node
+    raise UsageError("--nodes is missing: say how many machines to start, as in --nodes 4")
+
+
+def _instances(
+    names: str, provider: str, options: Mapping[str, str], config: RunConfig, *, spot: bool, any_: bool
+) -> Sequence[str]:
+    """The instance types to choose from. Raises UsageError."""
+    if not any_:
+        return _names(names)
+    if names:
+        raise UsageError(f"--any and --instance {names} are both given: leave one out")
+    return suitable_instances(provider, options, gpus=config.workers_per_node, memory=config.memory, spot=spot)
+
+
+def _checked(
+    provider: MachineProvider, requests: Sequence[MachineRequest], *, any_: bool
+) -> tuple[MachineRequest, ...]:
+    """The requests that the provider can serve. Raises its UsageError for the first one that it refuses, unless the
+    user leaves the choice to culm and it serves another one."""
+    served: list[MachineRequest] = []
+    refusals: list[UsageError] = []
+    for request in requests:
+        try:
+            provider.check(request)
+            served.append(request)
+        except UsageError as refusal:
+            refusals.append(refusal)
+    if refusals and not (any_ and served):
+        raise refusals[0]
+    return tuple(served)
+
+
+def _markets(config: RunConfig, *, spot: bool) -> Sequence[Market]:
+    """The markets to rent from, the usual one first. A deadline may need on-demand machines."""
+    if not spot:
+        return ("on-demand",)
+    return ("spot",) if config.deadline is None else ("spot", "on-demand")
+
+
+def _requests(instances: Sequence[str], zones: str, markets: Sequence[Market]) -> tuple[MachineRequest, ...]:
+    """A request for one machine of each kind that may be used."""
+    return tuple(
+        MachineRequest(count=1, instance=instance, zone=zone, market=market)
+        for market in markets
+        for instance in instances
+        for zone in _names(zones)
+    )
+
+
+def _names(text: str) -> Sequence[str]:
+    return [name.strip() for name in text.split(",") if name.strip()] or [""]
+
+
+def _program(provider: str, given: str | None) -> tuple[str, ...]:
+    if given is not None:
+        try:
+            words = tuple(shlex.split(given))
+        except ValueError as error:
+            raise UsageError(f"--program is {given!r}: {error}") from None
+        if not words:
+            raise UsageError("--program is empty: name the command that runs culm, as in /opt/culm/bin/culm")
+        return words
+    return (sys.executable, "-m", "culm") if provider in _SAME_FILES else ("culm",)
+
+
+def _launch_name(job: str) -> str:
+    """A name that engines accept as a label, and that no other launch has."""
+    label = re.sub(r"[^a-z0-9]+", "-", job.lower()).strip("-")[:_LABEL_LENGTH].strip("-")
+    return f"{label or 'job'}-{secrets.token_hex(3)}"
+
+
+def _manifests(provider: MachineProvider, order: LaunchOrder, count: int) -> str:
+    """What would be requested first: all machines of the cheapest kind."""
+    prices = [provider.price(request) for request in order.requests]
+    best = min(range(len(prices)), key=lambda index: math.inf if prices[index] is None else prices[index] or 0.0)
+    spec = LaunchSpec(
+        launch=order.launch,
+        job=order.job,
+        token="***",
+        program=order.program,
+        image=order.image,
+        notice=order.notice,
+        grace_s=order.grace_s,
+        abandon_after_s=order.abandon_after_s,
+        environment=order.environment,
+    )
+    one = order.requests[best]
+    return provider.manifest(spec, MachineRequest(count=count, instance=one.instance, market=one.market, zone=one.zone))
+
+
+def _ask(count: int, on: str) -> None:
+    """Ask whether to spend money. Raises UsageError if the answer is not yes."""
+    if not sys.stdin.isatty():
+        raise UsageError(f"--on {on} costs money, and nobody can be asked: add --yes")
+    if not typer.confirm(f"start {count} machines on {on}?", default=False):
+        raise UsageError("nothing was started")
