@@ -1,23 +1,36 @@
-"""culm: train large models on machines that vanish.
+"""culm: train large models on preemptible machines.
 
-The package, from the ground up; a room imports only from rooms above it in this list:
+The package, from the bottom up. A package imports only from packages above it in this list:
 
-    errors       the tree of errors
-    job          what a user describes: layers, loss, optimizer, data, batch
-    schedule/    pure: actions, plans, generators, checking, timing, pictures          (no torch)
-    plan/        pure: cutting the model, choosing the shape, planning around losses   (no torch)
-    market/      pure: dated prices, traces of machines that come and go               (no torch)
-    sim/         pure: what a run would cost under a market                            (no torch)
-    models/      GPT and ResNet as lists of layers
-    transport/   frames of tensors between workers: sockets, memory
-    checkpoint/  safetensors shards and a manifest, to a path or URL
+    errors       all errors that culm raises
+    metric       named values of a step: culm.Metric, culm.record
+    monitor      which evaluation is the best: culm.Monitor, culm.EarlyStop
+    initial_location  where Job.init is
+    data/        data sets of files and streams; tokenizers
+    job          the Job: layers, loss, optimizer, data, batch
+    schedule/    actions, plans, generators, checks, timing, pictures            pure (no torch)
+    plan/        model partition, shape, planning around losses                  pure
+    market/      prices and traces of preemptible machines                       pure
+    sim/         cost of a run under a market                                    pure
+    config       the RunConfig: how a run is executed                            pure
+    summary      the Summary: the result of a run                                pure
+    models/      GPT, BERT, GNMT and convolutional networks as lists of layers
+    device/      streams of a compute device, and host memory for copies
+    transport/   tensors between workers: sockets, shared memory
+    storage_access  hook before each access to storage, for injected faults
+    checkpoint/  safetensors shards and a manifest, on a path or URL
+    hf/          layers, loss and data of Hugging Face models; exports to their format
     runtime/     one worker: state, numerics, stage, executor
-    observe/     the run folder, events, traces, the ledger; facts, charts and pages
-    cluster/     many: the store, epochs, agent, leader
-    providers/   where nodes come from: local processes out of one nursery
+    observe/     run folder, events, metrics, the ledger; reports
+    cluster/     store, epochs, agent, leader
+    providers/   start nodes; execute a run
+    machines/    machines that join a run: store, tokens, job archives, providers of machines
+    training     culm.train and culm.join
     gnn/         graph networks on servers and elastic workers
     testing/     public: the reference loop, the simulated cluster, faults
-    cli/         one file a verb
+    verify/      prove a run by retraining it between its checkpoints
+    soak/        real processes under real faults for a long time
+    cli/         one file per command, in packages by what it is for
 """
 
 from __future__ import annotations
@@ -26,18 +39,43 @@ from typing import TYPE_CHECKING, Any
 
 from culm.errors import CulmError
 from culm.job import STOP, Job
+from culm.metric import Metric, record
+from culm.monitor import EarlyStop, Monitor
+from culm.version import __version__
 
 if TYPE_CHECKING:
-    from culm.api import Summary, train
+    from culm import hf
+    from culm.config import RunConfig
+    from culm.summary import Summary
+    from culm.training import join, train
 
-__version__ = "0.1.0"
-__all__ = ["STOP", "CulmError", "Job", "Summary", "__version__", "train"]
+__all__ = [
+    "STOP",
+    "CulmError",
+    "EarlyStop",
+    "Job",
+    "Metric",
+    "Monitor",
+    "RunConfig",
+    "Summary",
+    "__version__",
+    "hf",
+    "join",
+    "record",
+    "train",
+]
+
+_LAZY = {"RunConfig": "culm.config", "Summary": "culm.summary", "join": "culm.training", "train": "culm.training"}
+"""Imported on first use, so that commands that need none of them start fast."""
 
 
 def __getattr__(name: str) -> Any:
-    """`train` and `Summary` bring torch and sockets along; `culm plan` should start in a blink without them."""
-    if name in ("train", "Summary"):
-        from culm import api
+    if name in _LAZY:
+        import importlib
 
-        return getattr(api, name)
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    if name == "hf":
+        import importlib
+
+        return importlib.import_module("culm.hf")
     raise AttributeError(f"module 'culm' has no attribute {name!r}")

@@ -4,11 +4,11 @@ import sys
 
 
 def main() -> None:
-    """Run the command. Ctrl-C may come before there is anybody to heed it."""
+    """Run the command. Ctrl-C during the imports ends it with a sentence, too."""
     try:
         from culm.cli import main as run
     except (KeyboardInterrupt, ImportError) as error:
-        # An extension module that is interrupted in its import says that it can not be imported.
+        # An extension module whose import is interrupted raises ImportError.
         if isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt):
             print("culm: interrupted", file=sys.stderr)
             sys.exit(130)

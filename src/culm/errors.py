@@ -3,28 +3,30 @@
 CulmError
 ├── UsageError            the request was wrong: nothing was started (exit code 2)
 │   ├── JobError          a field of the Job, or the file it comes from
-│   ├── ScheduleError     a plan that can not run: points at the offending cell
-│   └── PlanError         no placement fits what was asked (more stages than layers, memory, nodes)
-├── RunError              the run failed; what was saved is still there (exit code 1)
-│   ├── LayerFailed       code of the user raised: says the node, the layer and the action
+│   ├── ScheduleError     a plan that cannot run; the message points at the offending cell
+│   └── PlanError         no placement fits the request (more stages than layers, memory, nodes)
+├── RunError              the run failed; what was saved is intact (exit code 1)
+│   ├── LayerFailed       user code raised; names the node, the layer and the action
 │   ├── NonFiniteLoss     the loss or a gradient became NaN or infinite
 │   ├── ExactRangeError   a gradient does not fit the exact accumulator
-│   ├── NodeLost          a node vanished and nobody holds its layers
+│   ├── NodeLost          a node is lost and no other node holds its layers
+│   ├── BudgetReached     the run ended with a checkpoint before it cost more than --budget
 │   └── CheckpointError   a checkpoint could not be written or read
-└── EpochClosed           inside the runtime only: the epoch ended while something waited; never reaches a user
+├── DeviceFailed          internal to the runtime: the device reported an error; its worker ends, and its node is lost
+└── EpochClosed           internal to the runtime: the epoch ended during a wait; never reaches a user
 
 A message is one sentence that names the field or the place, the value found, and the fix.
 """
 
 from __future__ import annotations
 
-RAISED: tuple[type[BaseException], ...] = (Exception, SystemExit, GeneratorExit)
-"""What code of the user may raise, and be told of: let through, the last two would mean something else to us. Inside of
-an event loop there is one more: culm.runtime.raised."""
+USER_EXCEPTIONS: tuple[type[BaseException], ...] = (Exception, SystemExit, GeneratorExit)
+"""Exceptions of user code that are reported as such: the last two would have another meaning if they were let through.
+In an event loop there is one more: culm.runtime.compute.user_errors."""
 
 
-def said(error: BaseException) -> str:
-    """What an error says, after a colon; nothing if it says nothing, or fails to: code of the user may raise that."""
+def message_suffix(error: BaseException) -> str:
+    """The text of an error after a colon; empty if it has none or `str` fails, which errors of user code may do."""
     try:
         text = str(error)
     except Exception:
@@ -37,7 +39,7 @@ class CulmError(Exception):
 
     exit_code = 1
     trace = ""
-    """Where it happened, when that was in another process; shown with --debug."""
+    """Traceback of the error in another process; shown with --debug."""
 
 
 class UsageError(CulmError):
@@ -51,11 +53,11 @@ class JobError(UsageError):
 
 
 class ScheduleError(UsageError):
-    """A plan breaks a rule of the step. The message ends with the grid and an arrow at the cell."""
+    """A plan breaks a rule of the schedule. The message ends with the grid and an arrow at the cell."""
 
 
 class PlanError(UsageError):
-    """What was asked for does not fit: the message names the nearest thing that does."""
+    """The request does not fit; the message names the nearest one that does."""
 
 
 class RunError(CulmError):
@@ -63,7 +65,7 @@ class RunError(CulmError):
 
 
 class LayerFailed(RunError):
-    """Code of the user raised inside a layer, the loss, the optimizer or the data set."""
+    """User code raised in a layer, the loss, the optimizer or the data set."""
 
 
 class NonFiniteLoss(RunError):
@@ -71,16 +73,25 @@ class NonFiniteLoss(RunError):
 
 
 class ExactRangeError(RunError):
-    """A gradient is outside what the exact accumulator can hold (finite, |sum| < 32,768)."""
+    """A gradient is outside the range of the exact accumulator (finite, |sum| < 32,768)."""
 
 
 class NodeLost(RunError):
-    """A node vanished and no holder of its layers is left."""
+    """A node is lost and no holder of its layers is left."""
+
+
+class BudgetReached(RunError):
+    """The run ended, with a checkpoint if it has a folder, before it cost more than its budget."""
 
 
 class CheckpointError(RunError):
-    """A checkpoint could not be written or read; the one before it is untouched."""
+    """A checkpoint could not be written or read; the previous one is untouched."""
+
+
+class DeviceFailed(CulmError):
+    """A compute device reported an error or did not finish its work in time. Raised only inside the runtime: the worker
+    ends, and other nodes take over its work."""
 
 
 class EpochClosed(CulmError):
-    """The epoch ended while a frame was awaited. Raised only inside the runtime, which adopts the next one."""
+    """The epoch ended while a frame was awaited. Raised only inside the runtime, which enters the next epoch."""

@@ -1,4 +1,4 @@
-"""What a user describes: the Job. It imports no torch, and checks what can be checked without running anything."""
+"""The Job: what is trained. Imports no torch, and checks what can be checked without running the layers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,14 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, TypeAlias, get_args, overload
 
-from culm.errors import RAISED, JobError, said
+from culm.data.stream import Stream
+from culm.errors import USER_EXCEPTIONS, JobError, message_suffix
+from culm.initial_location import locate_initial
+from culm.metric import MetricDeclaration, declared_metrics
+from culm.monitor import EarlyStop, EvaluationInterval, Monitor, to_monitor
+from culm.text_format import parse_seconds
 
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
@@ -21,63 +26,143 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from culm.observe.step_metrics import StepMetrics
+
 Precision: TypeAlias = Literal["fp32", "bf16"]
 NonFinite: TypeAlias = Literal["stop", "skip"]
 Layer: TypeAlias = "nn.Module | Callable[[], nn.Module]"
 Loss: TypeAlias = "Callable[[Any, Any], Tensor | tuple[Tensor, Any]]"
-OptimizerFactory: TypeAlias = "Callable[[list[nn.Parameter]], torch.optim.Optimizer]"
-Hook: TypeAlias = "Callable[[Mapping[str, Any]], object]"
+OptimizerFactory: TypeAlias = "Callable[[Any], torch.optim.Optimizer]"
+"""From the `LayerParameters` of a layer, which are a list of parameters, to its optimizer."""
+LrSchedule: TypeAlias = Callable[[Any], Any]
+"""step -> factor, or optimizer -> torch.optim.lr_scheduler.LRScheduler."""
+StepHook: TypeAlias = "Callable[[StepMetrics], object]"
+EventHook: TypeAlias = Callable[[Mapping[str, Any]], object]
 
 
 class Dataset(Protocol):
-    """Map-style: a length and items by number. An item is (input, target)."""
+    """A map-style data set: len() and items by index. An item is (input, target)."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Any: ...
 
 
+class _Layers:
+    """The field Job.layers: assigned any iterable of layers, read as a tuple."""
+
+    @overload
+    def __get__(self, job: None, owner: type[Job]) -> NoReturn: ...
+    @overload
+    def __get__(self, job: Job, owner: type[Job]) -> tuple[Layer, ...]: ...
+    def __get__(self, job: Job | None, owner: type[Job]) -> tuple[Layer, ...]:
+        if job is None:
+            raise AttributeError("layers")  # a dataclass reads it as: there is no default
+        layers: tuple[Layer, ...] = job.__dict__["layers"]
+        return layers
+
+    def __set__(self, job: Job, layers: Iterable[Layer]) -> None:
+        job.__dict__["layers"] = _layer_tuple(layers)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One training job. Micro-batches are counted over the whole step: M = global_batch / micro_batch."""
+    """What is trained: layers, loss, optimizer, data and batch size. A RunConfig says how.
 
-    layers: Sequence[Layer]
-    """Modules, or zero-argument factories (preferred: a node builds only the layers it holds)."""
+    A step consists of M = global_batch / micro_batch micro-batches, which are distributed over all pipelines.
+
+    Raises JobError for a wrong field, with a sentence that names the field, the value and the fix.
+    """
+
+    layers: _Layers = _Layers()
+    """An nn.Sequential, or any iterable of modules or zero-argument factories (preferred: a node builds only the layers
+    that it holds). Stored as a tuple."""
     loss: Loss
     """(output, target) -> a scalar mean over the micro-batch, or (sum, weight)."""
     optimizer: OptimizerFactory
-    """Called once per layer with its parameters, so that a layer can move with its own optimizer state."""
-    data: Dataset
+    """Called once per layer with its parameters, so that a layer can move with its own optimizer state. They are a list
+    that also knows their names: `parameters.named`, and `parameters.groups(weight_decay=0.1)` for weight decay."""
+    data: Any
+    """A map-style data set (`Dataset`), or an iterable (`culm.data.Stream`), which is read in its own order."""
     global_batch: int
     micro_batch: int
     steps: int
     seed: int = 0
-    lr_schedule: Callable[[int], float] | None = None
-    """step -> factor on the optimizer's learning rate. A function, because a scheduler object could not move."""
+    lr_schedule: LrSchedule | None = None
+    """step -> factor on the optimizer's learning rate, or optimizer -> one of torch's schedulers that are functions of
+    the step. Not a scheduler object, which cannot move to a node."""
     clip_norm: float | None = None
+    clip_value: float | None = None
+    """Clip every element of the gradient to this absolute value, after `clip_norm`."""
+    ema: float | None = None
+    """Keep an exponential moving average of the weights: average = ema * average + (1 - ema) * weights after every
+    step. It is in checkpoints; `culm export --ema` writes it."""
     precision: Precision = "fp32"
     """bf16 means autocast: parameters, gradients and optimizer state stay fp32."""
     recompute: bool = False
-    """Activation checkpointing: keep the inputs of the layers only, run their forward again in the backward."""
+    """Activation checkpointing: keep only the inputs of layers, and run their forward again in the backward."""
     tied: Sequence[Sequence[str]] = ()
     """Groups of shared parameters, each named "layer index . parameter name": [("0.weight", "13.weight")]."""
     exact: bool = False
-    """Bit-for-bit the undisturbed run, whatever happens and for any number of pipelines."""
+    """Compute the same bits for any number of pipelines, and through any loss of nodes."""
     threads: int = 1
-    """Threads per worker: part of what exact means, since sums over 1 and 2 threads differ."""
+    """Threads per worker. Exact results depend on it: sums over 1 and 2 threads differ."""
     init: str | None = None
-    """A safetensors file of named tensors ("0.weight") to start from."""
+    """Named tensors ("0.weight") to start from: a safetensors file, a folder of them, a model in the local cache of
+    Hugging Face, or a URL. A node reads only the tensors of its layers."""
     collate: Callable[[list[Any]], Any] | None = None
     evaluate: Dataset | None = None
-    evaluate_every: int = 0
-    on_step: Hook | None = None
-    """Called after every committed step with its metrics; returning `culm.job.STOP` ends the run there."""
+    evaluate_every: int | str = 0
+    """Steps between two evaluations, or the time from one to the next: "90s", "10min", "2h". The leader then chooses
+    the step, and every worker evaluates after that step."""
+    evaluate_ema: bool = False
+    """Evaluate with the averaged weights of `ema` instead of the current ones."""
+    early_stop: EarlyStop | None = None
+    """End the run when evaluations stop improving."""
+    keep_best: str | Monitor | None = None
+    """Keep the checkpoint with the best evaluation, whatever its age: "eval_loss" (smallest), or a `culm.Monitor` of a
+    value of Job.metrics. Every evaluation then writes a checkpoint, if the run has a folder."""
+    loaders: int = 0
+    """Processes per worker that load micro-batches in advance; 0: the worker loads them itself while it waits."""
+    loader_timeout: float = 120.0
+    """Seconds after which a micro-batch that a loader has not delivered is an error."""
+    compile: bool | Mapping[str, Any] = False
+    """Compile every layer with torch.compile: True, or its keyword arguments, as in {"mode": "max-autotune"}."""
+    on_step: StepHook | None = None
+    """Called after every committed step with its `StepMetrics`. It may return `culm.STOP`, which ends the run there,
+    a mapping of named values to add to the step, or (mapping, STOP)."""
+    on_evaluate: EventHook | None = None
+    """Called after every evaluation with its event: step, loss and the values of Job.metrics."""
+    on_checkpoint: EventHook | None = None
+    """Called after every checkpoint with its event: step, path and bytes. Text samples are made here."""
+    on_node_lost: EventHook | None = None
+    """Called for every lost node with its event: node and the reason."""
+    metrics: Mapping[str, MetricDeclaration] = dataclasses.field(default_factory=dict)
+    """Named values of every step, by name: a function (output, target) -> scalar whose mean is taken, a
+    `culm.Metric(function, reduce="mean"|"sum"|"max")`, or a reduction alone for a value that the loss records with
+    `culm.record(name, value)`."""
     nonfinite: NonFinite = "stop"
-    """A NaN or infinite loss: stop the run, or skip the step (nothing moves) and go on."""
+    """What happens on a NaN or infinite loss: stop the run, or skip the step without an update."""
     device: str = "auto"
-    """Where workers compute: auto (cuda if there is one), cpu, cuda."""
+    """Device of the workers: auto (cuda if available), cpu or cuda."""
+    save_frozen: bool = True
+    """False: parameters that are not trained are left out of checkpoints. A resumed run takes them from the layers."""
+    files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+    """Files that describe the model, by name. They are written next to the checkpoints; `culm export --hf` needs
+    those of `culm.hf.parts`."""
 
     def __post_init__(self) -> None:
-        check(self)
+        if isinstance(self.data, Stream) or _is_iterable_only(self.data):
+            stream = self.data if isinstance(self.data, Stream) else Stream(self.data)
+            object.__setattr__(self, "data", stream.with_block(self.global_batch))
+        check_job(self)
+
+    @property
+    def evaluation_interval(self) -> EvaluationInterval:
+        """`evaluate_every` as a number of steps or of seconds."""
+        every = self.evaluate_every
+        return (
+            EvaluationInterval(every) if isinstance(every, int) else EvaluationInterval(0, parse_seconds(every) or 0.0)
+        )
 
     @property
     def micro_batches(self) -> int:
@@ -91,52 +176,124 @@ class _Stop:
 
 
 STOP = _Stop()
-"""What an on_step hook returns to end the run after the step it was called for."""
+"""Returned by an on_step hook to end the run after the current step."""
 
 
-def check(job: Job) -> None:
-    """Refuse what is wrong by itself. What needs the layers to run is checked by `culm.runtime.blueprint`."""
-    for field in _LEAST:
-        _whole(field, getattr(job, field))
+def check_job(job: Job) -> None:
+    """Raise JobError for a wrong field. `culm.runtime.compute.model_check` checks the layers by running them."""
+    for field in _MINIMUM:
+        _check_whole_number(field, getattr(job, field))
     if job.global_batch % job.micro_batch:
-        raise JobError(_indivisible(job.global_batch, job.micro_batch))
-    _layers(job.layers)
+        raise JobError(_indivisible_message(job.global_batch, job.micro_batch))
+    _check_layers(job.layers)
+    if hasattr(job.optimizer, "param_groups"):
+        kind = type(job.optimizer).__name__
+        raise JobError(
+            f"Job.optimizer is an object of class {kind}, which has its parameters already: pass a function that makes "
+            f"one for each layer, as in optimizer=lambda parameters: torch.optim.{kind}(parameters, lr=1e-3)"
+        )
     for field in ("loss", "optimizer"):
         if not callable(getattr(job, field)):
             raise JobError(f"Job.{field} is {getattr(job, field)!r}, not callable: pass a function")
-    for field in ("lr_schedule", "collate", "on_step"):
+    _check_scheduler_object(job.lr_schedule)
+    for field in ("lr_schedule", "collate", *HOOKS):
         value = getattr(job, field)
         if value is not None and not callable(value):
             raise JobError(f"Job.{field} is {value!r}, not callable: pass a function or None")
-    _data("data", job.data)
-    if job.evaluate is not None:
-        _data("evaluate", job.evaluate)
-    if job.evaluate_every and job.evaluate is None:
-        raise JobError("Job.evaluate_every is set but Job.evaluate is None: pass the data set to evaluate on")
-    _one_of("precision", job.precision, get_args(Precision))
-    _one_of("nonfinite", job.nonfinite, get_args(NonFinite))
+    _check_data_fields(job)
+    _check_one_of("precision", job.precision, get_args(Precision))
+    _check_one_of("nonfinite", job.nonfinite, get_args(NonFinite))
     if job.device.partition(":")[0] not in ("auto", "cpu", "cuda"):
         raise JobError(f"Job.device is {job.device!r}: use auto, cpu or cuda")
-    if job.clip_norm is not None and not (
-        isinstance(job.clip_norm, int | float) and math.isfinite(job.clip_norm) and job.clip_norm > 0
-    ):
-        raise JobError(f"Job.clip_norm is {job.clip_norm!r}: use a number above 0, or None for no clipping")
-    _tied(job.tied, len(job.layers))
-    _parameters(job.layers, job.tied)
-    if job.init is not None and not Path(job.init).is_file():
-        raise JobError(f"Job.init is {job.init!r}: there is no such file on this machine")
+    _check_loop_fields(job)
+    declared_metrics(job.metrics)
+    _check_monitors(job)
+    _check_tied(job.tied, len(job.layers))
+    _check_parameters(job.layers, job.tied)
+    if job.init is not None:
+        locate_initial(job.init)
 
 
-_LEAST = {"global_batch": 1, "micro_batch": 1, "steps": 0, "threads": 1, "evaluate_every": 0, "seed": 0}
-"""Whole numbers, each with the smallest that makes sense."""
+HOOKS = ("on_step", "on_evaluate", "on_checkpoint", "on_node_lost")
+"""Fields with functions that culm calls when something has happened."""
 
 
-def _whole(field: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < _LEAST[field]:
-        raise JobError(f"Job.{field} is {value!r}: use a whole number of at least {_LEAST[field]}")
+def _check_data_fields(job: Job) -> None:
+    _check_dataset("data", job.data)
+    if job.loaders and isinstance(job.data, Stream):
+        raise JobError(
+            f"Job.loaders is {job.loaders}, but Job.data is a stream, which is read in order by one reader: use "
+            "loaders=0, and load ahead in the stream itself"
+        )
+    if job.evaluate is not None:
+        _check_dataset("evaluate", job.evaluate)
+    _check_evaluate_every(job.evaluate_every)
+    if job.evaluate_every and job.evaluate is None:
+        raise JobError("Job.evaluate_every is set but Job.evaluate is None: pass the data set to evaluate on")
 
 
-def _indivisible(batch: int, micro: int) -> str:
+def _check_evaluate_every(every: object) -> None:
+    is_steps = isinstance(every, int) and not isinstance(every, bool) and every >= 0
+    if not is_steps and not (isinstance(every, str) and parse_seconds(every)):
+        raise JobError(
+            f'Job.evaluate_every is {every!r}: use a whole number of steps, or a time such as "90s", "10min" or "2h"'
+        )
+
+
+def _check_loop_fields(job: Job) -> None:
+    for field in ("clip_norm", "clip_value"):
+        _check_limit(field, getattr(job, field))
+    if not (isinstance(job.loader_timeout, int | float) and job.loader_timeout > 0):
+        raise JobError(f"Job.loader_timeout is {job.loader_timeout!r}: use a number of seconds above 0")
+    if job.ema is not None and not (isinstance(job.ema, int | float) and 0 < job.ema < 1):
+        raise JobError(f"Job.ema is {job.ema!r}: use a number between 0 and 1, such as 0.999, or None")
+    if job.evaluate_ema and job.ema is None:
+        raise JobError("Job.evaluate_ema is set but Job.ema is None: set ema=0.999 to average the weights")
+    if not isinstance(job.compile, bool | Mapping):
+        raise JobError(f"Job.compile is {job.compile!r}: use True, or a dict of torch.compile's keyword arguments")
+
+
+def _check_limit(field: str, value: object) -> None:
+    if value is not None and not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
+        raise JobError(f"Job.{field} is {value!r}: use a number above 0, or None for no clipping")
+
+
+def _check_scheduler_object(schedule: object) -> None:
+    name = type(schedule).__name__
+    if type(schedule).__module__ == "torch.optim.lr_scheduler":
+        raise JobError(
+            f"Job.lr_schedule is a {name}, which belongs to one optimizer, and every layer has its own: pass a "
+            f"function that makes it, as in lr_schedule=lambda optimizer: {name}(optimizer, ...)"
+        )
+
+
+def _check_monitors(job: Job) -> None:
+    for field, value in (("early_stop", job.early_stop), ("keep_best", job.keep_best)):
+        if value is None:
+            continue
+        kind = EarlyStop if field == "early_stop" else Monitor
+        if not isinstance(value, kind | str if field == "keep_best" else kind):
+            raise JobError(f"Job.{field} is {value!r}: use a culm.{kind.__name__}, or None")
+        if not job.evaluate_every:
+            raise JobError(f"Job.{field} is set but Job.evaluate_every is 0: set evaluate= and evaluate_every=")
+        monitor = to_monitor(value)
+        known = ("eval_loss", *(f"eval_{name}" for name in job.metrics))
+        if monitor.name not in known:
+            raise JobError(
+                f"Job.{field} names {monitor.name!r}, which no evaluation has: use one of {', '.join(known)}"
+            )
+
+
+_MINIMUM = {"loaders": 0, "global_batch": 1, "micro_batch": 1, "steps": 0, "threads": 1, "seed": 0}
+"""Fields that are whole numbers, with their smallest value."""
+
+
+def _check_whole_number(field: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < _MINIMUM[field]:
+        raise JobError(f"Job.{field} is {value!r}: use a whole number of at least {_MINIMUM[field]}")
+
+
+def _indivisible_message(batch: int, micro: int) -> str:
     fits = [m for m in range(1, batch + 1) if batch % m == 0]
     nearest = min(fits, key=lambda m: (abs(m - micro), m))
     return (
@@ -145,9 +302,42 @@ def _indivisible(batch: int, micro: int) -> str:
     )
 
 
-def _layers(layers: object) -> None:
-    if not isinstance(layers, Sequence):
-        raise JobError(f"Job.layers is a {type(layers).__name__}: pass a list of modules or factories, as list(model)")
+def _layer_tuple(layers: object) -> tuple[Any, ...]:
+    """The layers of any iterable, which is read once. Raises JobError for a module whose layers are not its items."""
+    if _is_module(layers):
+        _check_container(layers)
+    if not isinstance(layers, Iterable):
+        raise JobError(
+            f"Job.layers is a {type(layers).__name__}, which has no order of layers: list them, as in "
+            "layers=[model.embed, *model.blocks, model.head]"
+        )
+    return tuple(layers)
+
+
+def _check_container(module: Any) -> None:
+    """A module is a list of layers if it only calls its items in order, as nn.Sequential and nn.ModuleList do."""
+    from torch import nn  # imported already: there is a module
+
+    if hasattr(module, "save_pretrained"):
+        raise JobError(
+            f"Job.layers is a {type(module).__name__} of transformers, and not its layers in order: use "
+            "culm.Job(**culm.hf.parts(model), ...), which cuts it"
+        )
+    if not isinstance(module, nn.Sequential | nn.ModuleList):
+        raise JobError(
+            f"Job.layers is a {type(module).__name__}, and not its layers in order: list them, as in "
+            "layers=[model.embed, *model.blocks, model.head], or pass an nn.Sequential"
+        )
+    own = type(module).forward not in (nn.Sequential.forward, nn.ModuleList.forward)
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    if own or any(hooks) or module._parameters or module._buffers:
+        raise JobError(
+            f"Job.layers is a {type(module).__name__} with a forward, hooks or parameters of its own, which its layers "
+            "lack: pass its layers, as in layers=list(model), and make the rest a layer"
+        )
+
+
+def _check_layers(layers: Sequence[Any]) -> None:
     if not layers:
         raise JobError("Job.layers is empty: pass at least one module or factory")
     for index, layer in enumerate(layers):
@@ -164,8 +354,8 @@ def _is_module(layer: object) -> bool:
     return hasattr(layer, "named_parameters") and not isinstance(layer, type)
 
 
-def _parameters(layers: Sequence[Any], tied: Sequence[Sequence[str]]) -> None:
-    """Of layers that are modules: nodes compute with copies, which know neither each other nor what hung on them."""
+def _check_parameters(layers: Sequence[Any], tied: Sequence[Sequence[str]]) -> None:
+    """Check layers that are modules. Nodes train copies of them: shared parameters and hooks are not copied."""
     groups = {name: number for number, group in enumerate(tied) for name in group}
     first: dict[int, str] = {}
     for index, layer in enumerate(layers):
@@ -174,7 +364,8 @@ def _parameters(layers: Sequence[Any], tied: Sequence[Sequence[str]]) -> None:
             other = first.setdefault(id(parameter), name)
             if other != name and groups.get(other, other) != groups.get(name, name):
                 raise JobError(
-                    f"Job.layers has one parameter as {other!r} and {name!r}: add ({other!r}, {name!r}) to Job.tied"
+                    f"Job.layers has the same parameter as {other!r} and as {name!r}: "
+                    f"add ({other!r}, {name!r}) to Job.tied"
                 )
             if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
                 raise JobError(
@@ -183,19 +374,32 @@ def _parameters(layers: Sequence[Any], tied: Sequence[Sequence[str]]) -> None:
                 )
 
 
-def _data(field: str, data: object) -> None:
+def _is_iterable_only(data: object) -> bool:
+    """Whether a data set has no items by index. torch's IterableDataset may have a length, and inherits [i]."""
+    indexed = hasattr(data, "__len__") and hasattr(data, "__getitem__")
+    iterable_class = any(cls.__name__ == "IterableDataset" for cls in type(data).__mro__)
+    return hasattr(data, "__iter__") and (iterable_class or not indexed)
+
+
+def _check_dataset(field: str, data: object) -> None:
+    if isinstance(data, Stream):
+        return
+    if _is_iterable_only(data):
+        raise JobError(
+            f"Job.{field} is a {type(data).__name__}, which has no items by index: pass a list of some of its items"
+        )
     if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
         raise JobError(f"Job.{field} is a {type(data).__name__}: use a map-style data set with len() and [i]")
     if len(data) == 0:
         raise JobError(f"Job.{field} is empty: it needs at least one item")
 
 
-def _one_of(field: str, value: object, allowed: tuple[str, ...]) -> None:
+def _check_one_of(field: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise JobError(f"Job.{field} is {value!r}: use one of {', '.join(allowed)}")
 
 
-def _tied(groups: Sequence[Sequence[str]], layers: int) -> None:
+def _check_tied(groups: Sequence[Sequence[str]], layers: int) -> None:
     seen: set[str] = set()
     for group in groups:
         if isinstance(group, str) or len(group) < 2:
@@ -213,48 +417,48 @@ def _tied(groups: Sequence[Sequence[str]], layers: int) -> None:
             seen.add(name)
 
 
-MODULES = "culm_job_"
-"""What the names of modules begin with that were made of job files."""
+JOB_MODULE_PREFIX = "culm_job_"
+"""Prefix of the module names of job files."""
 
 
-def load(reference: str, overrides: Mapping[str, str] | None = None) -> Job:
-    """The job that `FILE[:function]` describes, with fields replaced by `--set field=value`."""
-    job = call(reference)
-    return override(job, overrides or {})
+def load_job(reference: str, overrides: Mapping[str, str] | None = None) -> Job:
+    """The job of `FILE[:function]`, with fields replaced as by `--set field=value`."""
+    job = call_job_function(reference)
+    return override_fields(job, overrides or {})
 
 
-def call(reference: str) -> Job:
-    """Import the file, call the function and insist on a Job."""
+def call_job_function(reference: str) -> Job:
+    """Import the file and call the function. Raises JobError unless it returns a Job."""
     path, _, name = reference.partition(":")
     name = name or "job"
-    found = module(path)
+    found = import_job_file(path)
     function = getattr(found, name, None)
     if function is None:
-        raise JobError(f"{path} has no function {name!r}{_did_you_mean(name, _functions(found))}")
-    made = _called(f"{path}:{name}", function) if callable(function) else function
+        raise JobError(f"{path} has no function {name!r}{_did_you_mean(name, _public_functions(found))}")
+    made = _call_function(f"{path}:{name}", function) if callable(function) else function
     if not isinstance(made, Job):
         kind = type(made).__name__
         raise JobError(f"{path}:{name} returned a value of type {kind}, not a culm.Job: return culm.Job(...)")
     return made
 
 
-def _functions(found: Any) -> list[str]:
-    """What the file itself defines, without what it imported."""
+def _public_functions(found: Any) -> list[str]:
+    """Names of public functions that the file defines itself."""
     own = {n: v for n, v in vars(found).items() if callable(v) and getattr(v, "__module__", "") == found.__name__}
     return [name for name in own if not name.startswith("_")]
 
 
-def _called(label: str, function: Callable[[], object]) -> object:
+def _call_function(label: str, function: Callable[[], object]) -> object:
     try:
         return function()
     except JobError:
         raise
-    except RAISED as error:
-        raise JobError(f"{label} raised {type(error).__name__}{said(error)}") from error
+    except USER_EXCEPTIONS as error:
+        raise JobError(f"{label} raised {type(error).__name__}{message_suffix(error)}") from error
 
 
-def locate(reference: str) -> Path:
-    """The file of `FILE[:function]`, which must be there; nothing is imported."""
+def find_job_file(reference: str) -> Path:
+    """The path of `FILE[:function]`. Raises JobError if there is no such file; nothing is imported."""
     path = reference.partition(":")[0]
     file = Path(path).resolve()
     if not file.is_file():
@@ -262,74 +466,80 @@ def locate(reference: str) -> Path:
     return file
 
 
-def home(file: Path) -> Path:
-    """The folder that a file's imports start from: above its outermost package, or its own where it is in none."""
+def absolute_reference(reference: str) -> str:
+    """`FILE[:function]` with the absolute path of the file; empty if the reference is empty."""
+    path, colon, function = reference.partition(":")
+    return f"{Path(path).resolve()}{colon}{function}" if path else ""
+
+
+def import_root(file: Path) -> Path:
+    """The folder that has to be in sys.path for a file: above its outermost package, or its own if it is in none."""
     return next(folder for folder in file.parents if not (folder / "__init__.py").is_file())
 
 
-def module(path: str) -> Any:
-    """The module of a job file, imported once, so that the classes in it have one identity: under its name in its
-    package, where it is in one, else under its stem."""
-    file = locate(path)
-    spec = _spec(file)
+def import_job_file(path: str) -> Any:
+    """The module of a job file. It is imported once, so that its classes have one identity: under its name in its
+    package if it is in one, else under its stem."""
+    file = find_job_file(path)
+    spec = _module_spec(file)
     if spec is None or spec.loader is None:
         raise JobError(f"{path!r} is not a Python file: a job file ends in .py")
     loaded = sys.modules.get(spec.name)
     if loaded is not None and getattr(loaded, "__file__", None) == str(file):
         return loaded
-    sys.path[:0] = dict.fromkeys((str(home(file)), str(file.parent)))
+    sys.path[:0] = dict.fromkeys((str(import_root(file)), str(file.parent)))
     try:
         if spec.parent:
             return importlib.import_module(spec.name)
         loaded = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(loaded)
-    except RAISED as error:
+    except USER_EXCEPTIONS as error:
         sys.modules.pop(spec.name, None)
         if isinstance(error, JobError):
             raise
-        raise JobError(f"{path} could not be imported: {type(error).__name__}{said(error)}") from error
+        raise JobError(f"{path} could not be imported: {type(error).__name__}{message_suffix(error)}") from error
     return loaded
 
 
-def _spec(file: Path) -> ModuleSpec | None:
-    """As part of its package, unless another package of that name is here already: then the file is taken alone."""
-    *packages, name = file.relative_to(home(file)).with_suffix("").parts
-    if packages and name != "__init__" and _ours(home(file) / packages[0]):
+def _module_spec(file: Path) -> ModuleSpec | None:
+    """The file as part of its package, unless another package of that name is imported already: then by itself."""
+    *packages, name = file.relative_to(import_root(file)).with_suffix("").parts
+    if packages and name != "__init__" and _is_importable_package(import_root(file) / packages[0]):
         return importlib.util.spec_from_file_location(".".join((*packages, name)), file)
-    return importlib.util.spec_from_file_location(f"{MODULES}{file.stem}", file)
+    return importlib.util.spec_from_file_location(f"{JOB_MODULE_PREFIX}{file.stem}", file)
 
 
-def _ours(package: Path) -> bool:
+def _is_importable_package(package: Path) -> bool:
     known = sys.modules.get(package.name)
     return known is None or str(package) in map(str, getattr(known, "__path__", ()))
 
 
-_SETTABLE = {
-    f.name: f.type
-    for f in dataclasses.fields(Job)
-    if f.name not in ("layers", "loss", "optimizer", "data", "lr_schedule", "tied", "collate", "evaluate", "on_step")
-}
+_NOT_SETTABLE = (
+    *("layers", "loss", "optimizer", "data", "lr_schedule", "tied", "collate", "evaluate", "metrics"),
+    *("files", "early_stop", "keep_best", "compile", *HOOKS),
+)
+_SETTABLE = {f.name: f.type for f in dataclasses.fields(Job) if f.name not in _NOT_SETTABLE}
 
 
-def override(job: Job, values: Mapping[str, str]) -> Job:
+def override_fields(job: Job, values: Mapping[str, str]) -> Job:
     """A copy of the job with fields replaced, each parsed by the type of the field."""
-    changes = parse(values)
+    changes = parse_overrides(values)
     return dataclasses.replace(job, **changes) if changes else job
 
 
-def parse(values: Mapping[str, str]) -> dict[str, Any]:
-    """The values of `--set field=value`. Raises JobError for a field that is not there, a value of a wrong type, or a
-    number that no job has."""
-    found = {name: _parse(name, text) for name, text in values.items()}
-    for field in _LEAST.keys() & found.keys():
-        _whole(field, found[field])
+def parse_overrides(values: Mapping[str, str]) -> dict[str, Any]:
+    """The values of `--set field=value`. Raises JobError for an unknown field, a value of a wrong type or a number
+    that is too small."""
+    found = {name: _parse_value(name, text) for name, text in values.items()}
+    for field in _MINIMUM.keys() & found.keys():
+        _check_whole_number(field, found[field])
     return found
 
 
-_WORDS = {"bool": "true or false", "int": "a whole number", "float": "a number"}
+_TYPE_DESCRIPTIONS = {"bool": "true or false", "int": "a whole number", "float": "a number"}
 
 
-def _parse(name: str, text: str) -> Any:
+def _parse_value(name: str, text: str) -> Any:
     if name not in _SETTABLE:
         raise JobError(f"--set {name}={text}: no such field{_did_you_mean(name, _SETTABLE)}")
     kind = str(_SETTABLE[name])
@@ -338,12 +548,14 @@ def _parse(name: str, text: str) -> Any:
     try:
         if kind.startswith("bool"):
             return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[text.lower()]
+        if kind.startswith("int | str") and not text.isdecimal():
+            return text
         if kind.startswith("int"):
             return int(text)
         if kind.startswith("float"):
             return float(text)
     except (KeyError, ValueError):
-        words = _WORDS[kind.partition(" ")[0]]
+        words = _TYPE_DESCRIPTIONS[kind.partition(" ")[0]]
         raise JobError(f"--set {name}={text}: the field {name} takes {words}, not {text!r}") from None
     return text
 
