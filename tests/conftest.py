@@ -1,4 +1,4 @@
-"""Fixtures that all tests share."""
+"""Fixtures shared by all tests."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import gc
 import os
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,98 +16,99 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.preloaded import Start
+    from tests.program_fork_server import StartProgram
 
-    from culm.providers.local import LocalNursery
+    from culm.providers.local_provider import ForkServerClient
 
-# What is heavy is imported where it is needed: the process that hands tests out to others reads this file, too.
-gc.disable()  # until all tests are found: imports leave no garbage
+# Heavy modules are imported in the fixtures that need them: the xdist controller reads this file, too.
+gc.disable()  # until all tests are collected: imports leave no garbage
 
 ROOT = str(Path(__file__).parents[1])
-if ROOT not in sys.path:  # of what tests share, and of the benchmarks, which are no part of the installed package
+if ROOT not in sys.path:  # for shared test helpers and the benchmarks, which are not part of the installed package
     sys.path.insert(0, ROOT)
 
 MEMORY = Path("/dev/shm")
 if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 4 << 30:
-    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))  # checkpoints are synced: a disk would be waited for
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))  # checkpoints are synced, which is slow on a disk
+os.environ.setdefault("CULM_HOME", f"{tempfile.gettempdir()}/culm-tests-{os.getuid()}")  # not the jobs of the user
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """A file without real tests need not be imported to find that out."""
+    """With -m real, skip the import of files without real tests."""
     if config.option.markexpr == "real" and collection_path.suffix == ".py":
         return "mark.real" not in collection_path.read_text() or None
     return None
 
 
 def pytest_collection(session: pytest.Session) -> None:
-    """Properties are tried on a few random examples, each time on others. To hunt: EXAMPLES=1000 pytest tests/plan."""
+    """Try properties on a few random examples, different in each run. More of them: EXAMPLES=1000 pytest tests/plan."""
     from hypothesis import settings
 
     settings.register_profile("culm", max_examples=int(os.environ.get("EXAMPLES", "30")), deadline=None)
     settings.load_profile("culm")
-    if session.config.option.markexpr == "real":  # it is needed at once: let it import while tests are found
-        from tests import preloaded
+    if session.config.option.markexpr == "real":  # start it at once, so that it imports during the collection
+        from tests import program_fork_server as programs
 
         with contextlib.ExitStack() as early:
-            early.enter_context(preloaded.zygote())
+            early.enter_context(programs.program_fork_server())
             session.config.add_cleanup(early.pop_all().close)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whoever waits does so while others compute, and not when they are done: who waits longest begins."""
+    """Run the tests that wait the longest first, so that they wait while others compute."""
     items.sort(key=lambda item: -sum(mark.args[0] for mark in item.iter_markers("waits")))
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: the garbage collector need not look through it, again and again."""
+    """Exclude imported objects from garbage collection."""
     gc.collect()
     gc.freeze()
     gc.enable()
 
 
 @pytest.fixture(scope="session")
-def zygote() -> Iterator[Start]:
-    """One process that all programs are forked from which need not be started anew."""
-    from tests import preloaded
+def program_fork_server() -> Iterator[StartProgram]:
+    """One process that programs are forked from, unless a test needs them started freshly."""
+    from tests import program_fork_server as programs
 
-    with preloaded.zygote() as start:
+    with programs.program_fork_server() as start:
         yield start
 
 
 @pytest.fixture(scope="module")
-def forked(zygote: Start) -> Iterator[None]:
-    """Programs of culm that a module's tests start are forked out of a process which has imported all they need."""
-    from tests import preloaded
+def forked_programs(program_fork_server: StartProgram) -> Iterator[None]:
+    """Programs of culm that the module's tests start are forked from a process that has imported all they need."""
+    from tests import program_fork_server as programs
 
-    with preloaded.forking(zygote):
+    with programs.forked_programs(program_fork_server):
         yield
 
 
 @pytest.fixture
-def anew() -> Iterator[None]:
-    """Programs that a test starts are started anew, whatever the rest of its module does."""
-    from tests import preloaded
+def fresh_programs() -> Iterator[None]:
+    """Programs that a test starts are started freshly, even inside `forked_programs`."""
+    from tests import program_fork_server as programs
 
-    with preloaded.anew():
+    with programs.fresh_programs():
         yield
 
 
 @pytest.fixture(scope="session")
-def nursery(zygote: Start) -> Iterator[LocalNursery]:
-    """One process with torch imported that real nodes come out of; tests that use it are marked `real`."""
-    from tests import preloaded
+def fork_server(program_fork_server: StartProgram) -> Iterator[ForkServerClient]:
+    """One process with torch imported that real nodes are forked from; tests that use it are marked `real`."""
+    from tests import program_fork_server as programs
 
-    from culm.providers.local import LocalNursery
+    from culm.providers.local_provider import ForkServerClient
 
-    with preloaded.forking(zygote):
-        made = LocalNursery()
+    with programs.forked_programs(program_fork_server):
+        made = ForkServerClient()
     with made:
         yield made
 
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Where tensors are small, threads would only fight over the cores."""
+    """Use one thread: with small tensors more threads only compete for the cores."""
     import torch
 
     before = torch.get_num_threads()
@@ -116,14 +118,14 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-def memory() -> Iterator[str]:
-    """A place in memory that is empty before and after."""
-    _forget_memory()
+def memory_url() -> Iterator[str]:
+    """A URL in memory that is empty before and after."""
+    _clear_memory_filesystem()
     yield "memory://run"
-    _forget_memory()
+    _clear_memory_filesystem()
 
 
-def _forget_memory() -> None:
+def _clear_memory_filesystem() -> None:
     from fsspec.implementations.memory import MemoryFileSystem
 
     MemoryFileSystem.store.clear()

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from benchmarks.job import LARGE, SMALL, GPTSpec, build, even_cut, inputs, targets
+from benchmarks.common.gpt_job import LARGE_GPT, SMALL_GPT, GPTSpec, build_stage, even_cut, step_inputs, step_targets
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,21 +29,21 @@ def test_a_cut_into_more_stages_than_blocks_is_refused(stages: int) -> None:
 
 
 def test_weights_do_not_depend_on_the_cut() -> None:
-    whole = dict(build(TINY, range(6)).named_parameters())
-    parts = {n: p for part in even_cut(6, 3) for n, p in build(TINY, part).named_parameters()}
+    whole = dict(build_stage(TINY, range(6)).named_parameters())
+    parts = {n: p for part in even_cut(6, 3) for n, p in build_stage(TINY, part).named_parameters()}
     assert whole.keys() == parts.keys()
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
-def test_steps_walk_through_the_data_and_begin_again_at_its_end() -> None:
+def test_steps_iterate_over_the_data_and_start_again_at_its_end() -> None:
     data = TINY.data()
     third = [data[number % 20] for number in range(16, 24)]
-    assert torch.equal(inputs(TINY, data, 2), torch.stack([x for x, _ in third]))
-    assert torch.equal(targets(TINY, data, 2), torch.stack([y for _, y in third]))
+    assert torch.equal(step_inputs(TINY, data, 2), torch.stack([x for x, _ in third]))
+    assert torch.equal(step_targets(TINY, data, 2), torch.stack([y for _, y in third]))
 
 
-@pytest.mark.parametrize(("spec", "width", "tokens"), [(LARGE, 256, 128), (SMALL, 64, 32)])
+@pytest.mark.parametrize(("spec", "width", "tokens"), [(LARGE_GPT, 256, 128), (SMALL_GPT, 64, 32)])
 def test_the_fixed_jobs_are_what_the_table_says(spec: GPTSpec, width: int, tokens: int) -> None:
     assert len(spec.layers()) == 18
-    assert build(spec, range(2))(inputs(spec, spec.data(), 0)[:1]).shape == (1, tokens, width)
+    assert build_stage(spec, range(2))(step_inputs(spec, spec.data(), 0)[:1]).shape == (1, tokens, width)
     assert (spec.micro_batch, spec.micro_batches) == (4, 8)

@@ -1,13 +1,13 @@
-"""The figures beside the table of the pipeline bench."""
+"""The additional figures of the pipeline bench."""
 
 from __future__ import annotations
 
 import pytest
-from benchmarks.job import GPTSpec, even_cut
-from benchmarks.ours import CulmPipeline, cpu_seconds
-from benchmarks.probes import kept_bytes, us_per_action
+from benchmarks.common.gpt_job import GPTSpec, even_cut
+from benchmarks.pipeline.culm_pipeline import CulmPipeline, group_cpu_seconds
+from benchmarks.pipeline.pipeline_probes import kept_bytes, us_per_action
 
-from culm.providers.local import LocalNursery
+from culm.providers.local_provider import ForkServerClient
 
 TINY = GPTSpec(name="tiny", width=8, tokens=4, blocks=2, heads=2, vocab=16, micro_batch=2, micro_batches=4)
 
@@ -22,12 +22,12 @@ def test_a_middle_stage_keeps_every_activation_and_every_gradient_that_it_sent()
 
 
 @pytest.mark.real
-def test_culms_side_runs_exactly_the_steps_of_a_round(nursery: LocalNursery) -> None:
-    side = CulmPipeline(TINY, even_cut(4, 2), "1f1b", nursery=nursery)
+def test_culms_side_runs_exactly_the_steps_of_a_round(fork_server: ForkServerClient) -> None:
+    side = CulmPipeline(TINY, even_cut(4, 2), "1f1b", fork_server=fork_server)
     try:
-        assert side.round(2) > 0
-        assert side.round(3) > 0
-        assert cpu_seconds(nursery.pid) > 0
+        assert side.run_round(2) > 0
+        assert side.run_round(3) > 0
+        assert group_cpu_seconds(fork_server.pid) > 0
     finally:
         side.close()
     assert side.steps == 5

@@ -5,18 +5,27 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
-from benchmarks.pipeline import FULL, PROBES, QUICK, Result, cores, run, setting, table
-from benchmarks.ranks import Unavailable
+from benchmarks.pipeline.pipeline_bench import (
+    FULL,
+    PROBES,
+    QUICK,
+    PipelineResult,
+    available_core_count,
+    describe_machine,
+    render_table,
+    run,
+)
+from benchmarks.pipeline.rank_processes import TorchUnavailable
 from rich.console import Console
 
 from culm.errors import CulmError, PlanError, RunError, ScheduleError, UsageError
 
 if TYPE_CHECKING:
-    from benchmarks.job import Cut, GPTSpec
+    from benchmarks.common.gpt_job import GPTSpec, StageCut
 
 
 class Fake:
-    """A factory and the pipelines it makes: every step takes the same time, and what is open is counted."""
+    """A factory and its pipelines: every step takes the same time, and open pipelines are counted."""
 
     def __init__(self, step_s: float, *, refuses: str = "", fails: bool = False) -> None:
         self.step_s, self.refuses, self.fails = step_s, refuses, fails
@@ -24,14 +33,14 @@ class Fake:
         self.open = 0
         self.steps: list[int] = []
 
-    def __call__(self, spec: GPTSpec, stages: Cut, schedule: str) -> Fake:
+    def __call__(self, spec: GPTSpec, stages: StageCut, schedule: str) -> Fake:
         if schedule == self.refuses:
-            raise Unavailable("torch can not run this pipeline: it says no")
+            raise TorchUnavailable("torch cannot run this pipeline: it says no")
         self.made.append((spec.name, schedule, len(stages)))
         self.open += 1
         return self
 
-    def round(self, steps: int) -> float:
+    def run_round(self, steps: int) -> float:
         if self.fails:
             raise RunError("rank 1 died")
         self.steps.append(steps)
@@ -41,17 +50,17 @@ class Fake:
         self.open -= 1
 
 
-def quick(culm: Fake, torch: Fake, **options: object) -> Result:
+def quick(culm: Fake, torch: Fake, **options: object) -> PipelineResult:
     return run(culm=culm, torch=torch, quick=True, **options)  # type: ignore[arg-type]
 
 
 def test_every_job_depth_and_schedule_is_a_row_with_at_least_twenty_rounds() -> None:
     culm, torch = Fake(0.1), Fake(0.12)
-    found = run(culm=culm, torch=torch)
+    result = run(culm=culm, torch=torch)
     asked = {(j, s, p) for j in ("large", "small") for p in (2, 4, 8) for s in ("gpipe", "1f1b", "zb")}
-    assert {(row["job"], row["schedule"], row["stages"]) for row in found["rows"]} == asked
+    assert {(row["job"], row["schedule"], row["stages"]) for row in result["rows"]} == asked
     assert set(culm.made) == set(torch.made) == asked
-    assert all(row["rounds"] >= 20 for row in found["rows"])
+    assert all(row["rounds"] >= 20 for row in result["rows"])
     assert (culm.open, torch.open) == (0, 0)
 
 
@@ -64,13 +73,13 @@ def test_a_row_holds_seconds_per_step_and_the_ratio_of_torch_to_culm() -> None:
     assert (row["micro_batches"], row["stages"], row["schedule"]) == (8, 2, "1f1b")
 
 
-def test_the_result_is_the_json_that_was_promised() -> None:
-    found = json.loads(json.dumps(quick(Fake(0.1), Fake(0.15), stages=[2, 4], schedules=["gpipe"])))
-    assert found.keys() >= {"rows", "ratio_median", "exact_cost", "us_per_action", "cores", "workers"}
+def test_the_result_has_the_documented_json_keys() -> None:
+    result = json.loads(json.dumps(quick(Fake(0.1), Fake(0.15), stages=[2, 4], schedules=["gpipe"])))
+    assert result.keys() >= {"rows", "ratio_median", "exact_cost", "us_per_action", "cores", "workers"}
     names = {"job", "schedule", "stages", "micro_batches", "culm", "torch", "ratio", "ci", "rounds", "cores"}
-    assert all(row.keys() == names for row in found["rows"])
-    assert found["ratio_median"] == pytest.approx(1.5)
-    assert (found["workers"], found["cores"]) == (4, cores())
+    assert all(row.keys() == names for row in result["rows"])
+    assert result["ratio_median"] == pytest.approx(1.5)
+    assert (result["workers"], result["cores"]) == (4, available_core_count())
 
 
 def test_steps_of_a_round_follow_the_speed_of_the_sides() -> None:
@@ -79,14 +88,14 @@ def test_steps_of_a_round_follow_the_speed_of_the_sides() -> None:
     assert culm.steps[-1] == round(0.3 / 0.015)
 
 
-def test_what_torch_refuses_is_a_row_that_says_why_and_the_rest_is_measured() -> None:
+def test_a_row_that_torch_refuses_has_the_reason_and_the_others_are_measured() -> None:
     culm, torch = Fake(0.1), Fake(0.1, refuses="zb")
-    found = quick(culm, torch, stages=[2], schedules=["zb", "gpipe"])
-    missing, measured = found["rows"]
+    result = quick(culm, torch, stages=[2], schedules=["zb", "gpipe"])
+    missing, measured = result["rows"]
     assert missing["unavailable"].endswith("it says no")
     assert (missing["ratio"], missing["ci"], missing["rounds"]) == (None, None, 0)
-    assert measured["ratio"] == found["ratio_median"] == 1.0
-    assert "it says no" in rendered(found)
+    assert measured["ratio"] == result["ratio_median"] == 1.0
+    assert "it says no" in rendered(result)
     assert culm.open == 0
 
 
@@ -105,7 +114,7 @@ def test_a_side_that_dies_ends_the_bench_and_both_sides_are_closed() -> None:
         ({"stages": []}, UsageError, "empty"),
     ],
 )
-def test_a_wrong_request_is_refused_before_anything_starts(
+def test_an_invalid_request_is_refused_before_anything_starts(
     wrong: dict[str, list[object]], error: type[CulmError], says: str
 ) -> None:
     culm, torch = Fake(0.1), Fake(0.1)
@@ -116,33 +125,33 @@ def test_a_wrong_request_is_refused_before_anything_starts(
 
 def test_interleaved_rows_cut_the_model_into_two_stages_a_worker() -> None:
     culm = Fake(0.1)
-    found = quick(culm, Fake(0.1), stages=[4], schedules=["interleaved"])
+    result = quick(culm, Fake(0.1), stages=[4], schedules=["interleaved"])
     assert set(culm.made) == {("small", "interleaved", 8)}
-    assert found["rows"][0]["stages"] == 4
+    assert result["rows"][0]["stages"] == 4
 
 
 def test_probes_fill_the_figures_beside_the_rows() -> None:
     figures = {name: 0.25 * number for number, name in enumerate(PROBES, 1)}
     probes = {name: (lambda value=value: value) for name, value in figures.items()}
-    found = quick(Fake(0.1), Fake(0.1), stages=[2], schedules=["gpipe"], probes=probes)
-    assert (found["exact_cost"], found["us_per_action"]) == (0.25, 0.5)
+    result = quick(Fake(0.1), Fake(0.1), stages=[2], schedules=["gpipe"], probes=probes)
+    assert (result["exact_cost"], result["us_per_action"]) == (0.25, 0.5)
 
 
-def test_fewer_cores_than_workers_are_pointed_out() -> None:
-    assert "fewer cores than workers" in setting(2, 8)
-    assert setting(8, 8) == "8 cores for up to 8 workers, one thread each"
+def test_fewer_cores_than_workers_give_a_warning() -> None:
+    assert "fewer cores than workers" in describe_machine(2, 8)
+    assert describe_machine(8, 8) == "8 cores for up to 8 workers, one thread each"
 
 
-def test_progress_tells_the_machine_first_and_then_every_row() -> None:
+def test_progress_reports_the_machine_first_and_then_every_row() -> None:
     lines: list[str] = []
     quick(Fake(0.1), Fake(0.15), stages=[2], schedules=["gpipe", "zb"], progress=lines.append)
-    assert lines[0] == setting(cores(), 2)
+    assert lines[0] == describe_machine(available_core_count(), 2)
     assert lines[1:] == [f"small {s}, 2 stages: torch / culm 1.500 (1.500 to 1.500)" for s in ("gpipe", "zb")]
 
 
 def test_the_table_shows_the_figures_of_the_rows_and_their_median() -> None:
     shown = rendered(quick(Fake(0.1), Fake(0.15), stages=[2], schedules=["1f1b"]))
-    for text in ("small", "1f1b", "0.1000", "0.1500", "1.500 to 1.500", "median", f"{cores()} cores"):
+    for text in ("small", "1f1b", "0.1000", "0.1500", "1.500 to 1.500", "median", f"{available_core_count()} cores"):
         assert text in shown
 
 
@@ -150,13 +159,13 @@ def test_the_full_bench_covers_both_jobs() -> None:
     assert [spec.name for spec in FULL.jobs] == ["large", "small"]
 
 
-def rendered(found: Result) -> str:
+def rendered(result: PipelineResult) -> str:
     out = io.StringIO()
-    Console(file=out, width=200).print(table(found))
+    Console(file=out, width=200).print(render_table(result))
     return out.getvalue()
 
 
-def test_both_sides_are_started_anew_within_a_row() -> None:
+def test_both_sides_are_restarted_within_a_row() -> None:
     culm, torch = Fake(0.1), Fake(0.1)
     [row] = quick(culm, torch, stages=[2], schedules=["1f1b"])["rows"]
     assert len(culm.made) == len(torch.made) == QUICK.starts
