@@ -1,9 +1,10 @@
-"""A graph network on a whole graph, in bounded asynchrony, with processes that may vanish.
+"""Train a graph neural network on a whole graph with bounded asynchrony, while processes are killed.
 
     python examples/gnn.py                      a generated graph of 4,096 vertices, half a minute
     python examples/gnn.py path/to/cora.npz     a graph of your own
 
 The same from the command line:
+
     culm gnn run --graph gen:rmat,scale=12 --hidden 32 --servers 2 --mode async --staleness 1 --out runs/gnn
 """
 
@@ -17,15 +18,15 @@ def main() -> None:
 
     result = culm.gnn.train(
         graph,
-        "gcn",  # or "gat", or a torch_geometric.nn.GCN or GAT: its shape and weights are taken over
+        "gcn",  # or "gat", or a torch_geometric.nn.GCN or GAT, whose shape and weights are used
         hidden=32,
         dropout=0.1,
         epochs=60,
-        servers=2,  # graph servers: a part of the graph each, cut by METIS
-        workers=2,  # elastic workers: stateless, replaced when they vanish; "auto" follows the queues
-        mode="async",  # "sync" and "pipe" learn exactly what one process would
+        servers=2,  # graph servers: each owns a part of the graph (METIS)
+        workers=2,  # elastic workers: stateless, replaced when lost; "auto" adapts their number to the task queues
+        mode="async",  # "sync" and "pipe" train exactly what one process would
         staleness=1,
-        kills=["worker epoch=10", "server=1 epoch=20", "parameter=0 epoch=30"],  # machines that are taken away
+        kills=["worker epoch=10", "server=1 epoch=20", "parameter=0 epoch=30"],  # simulated preemptions
     )
 
     print(f"test accuracy {result.test_accuracy:.3f} after {result.summary['epochs']} epochs")
