@@ -79,14 +79,15 @@ def test_tensors_may_be_dropped_by_another_thread_and_wake_a_waiter() -> None:
     async def main() -> None:
         slabs = pool()
         sent = [slabs.take(frame()).tensors(reader=True)]
-        waiting = asyncio.create_task(slabs.wait_for_drop())
+        waiting = asyncio.create_task(slabs.wait_for_readers())
         await asyncio.sleep(0)
         assert slabs.has_readers
         thread = threading.Thread(target=sent.clear)
         thread.start()
-        await asyncio.wait_for(waiting, 10)
+        assert await asyncio.wait_for(waiting, 10)
         thread.join()
         assert not slabs.has_readers
+        assert not await slabs.wait_for_readers(), "a drop that came before the wait is not waited for"
         assert slabs.lent_bytes == 0
 
     asyncio.run(main())

@@ -547,6 +547,7 @@ def test_sent_frames_are_released_when_their_memory_is_needed() -> None:
             await b.receive(frame_key())
             assert slab.readers == 1, "kept in case that it arrived damaged"
             a.release_sent_frames()
+            await pool.wait_for_readers()  # the thread that sent the frame may still hold it
             assert slab.readers == 0
             del kept
             assert pool.lent_bytes == 0

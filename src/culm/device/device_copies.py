@@ -144,9 +144,7 @@ class DeviceCopies:
             if self._under_way:
                 await self._under_way[0][0].wait()
                 self._release_completed()
-            elif self.pool.has_readers:
-                await self.pool.wait_for_drop()
-            else:
+            elif not await self.pool.wait_for_readers():
                 return
 
     async def drain(self, seconds: float) -> None:

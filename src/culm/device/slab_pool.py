@@ -162,13 +162,16 @@ class SlabPool:
         with self._lock:
             return any(slab.readers for slab in list(self._lent))
 
-    async def wait_for_drop(self) -> None:
-        """Wait until somebody drops tensors of a slab."""
+    async def wait_for_readers(self) -> bool:
+        """Wait until somebody drops tensors of a slab. Returns False at once if no lent slab has readers."""
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[None] = loop.create_future()
-        with self._lock:
+        with self._lock:  # the last reader may drop its tensors in another thread
+            if not self.has_readers:
+                return False
             self._waiters.append((loop, waiter))
         await waiter
+        return True
 
 
 def _wake(waiter: asyncio.Future[None]) -> None:

@@ -140,8 +140,8 @@ def test_a_private_etcd_that_ends_or_hangs_is_restarted_with_its_data(
     number: signal.Signals,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The run does not wait for anyone: no node is declared lost, and no bit differs. An etcd that is stopped in the last
-    step but one cannot have the result of the run when it is killed."""
+    """The run does not wait for anyone: no node is declared lost, and no bit differs. An etcd that is stopped in the
+    last step but one cannot have the result of the run when it is killed."""
     steps, restarted = 12, []
     monkeypatch.setattr(private_etcd, "_PROBE_TIMEOUT_S", 1.0)
     monkeypatch.setattr(private_etcd, "_PROBE_INTERVAL_S", 0.1)
