@@ -16,6 +16,8 @@ REAL_JOBS ?= $(shell echo $$(($(JOBS) * 2)))
 # Exit status 2: on a busy machine the workers of mypy may not start in time. It then checks without them.
 mypy = $(BIN)/mypy --num-workers $(JOBS) $(1) || { [ $$? -eq 2 ] && $(BIN)/mypy $(1); }
 PYTEST = $(BIN)/pytest -q --dist worksteal
+# More options for pytest, for example: make test TEST_OPTIONS='--reruns 2'
+TEST_OPTIONS ?=
 
 # Many processes read the same files: let Python write bytecode, so that each file is compiled once.
 unexport PYTHONDONTWRITEBYTECODE
@@ -37,8 +39,8 @@ demo: $(VENV)/.installed ## Train a small GPT on 8 local nodes, lose some, compa
 	$(BIN)/culm report runs/demo
 
 test: lint ## Check style and types, then run all tests, fast ones first
-	$(PYTEST) -n $(JOBS) -m "not real"
-	$(PYTEST) -n $(REAL_JOBS) -m real
+	$(PYTEST) -n $(JOBS) -m "not real" $(TEST_OPTIONS)
+	$(PYTEST) -n $(REAL_JOBS) -m real $(TEST_OPTIONS)
 
 lint: $(VENV)/.developing
 	$(BIN)/ruff check $(CODE)

@@ -41,10 +41,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection(session: pytest.Session) -> None:
-    """Try properties on a few random examples, different in each run. More of them: EXAMPLES=1000 pytest tests/plan."""
+    """Try properties on a few examples, the same in each run. More of them, at random: EXAMPLES=1000 pytest tests/plan."""
     from hypothesis import settings
 
-    settings.register_profile("culm", max_examples=int(os.environ.get("EXAMPLES", "30")), deadline=None)
+    at_random = "EXAMPLES" in os.environ
+    examples = int(os.environ.get("EXAMPLES", "30"))
+    settings.register_profile("culm", max_examples=examples, deadline=None, derandomize=not at_random)
     settings.load_profile("culm")
     if session.config.option.markexpr == "real":  # start it at once, so that it imports during the collection
         from tests import program_fork_server as programs
