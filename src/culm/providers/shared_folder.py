@@ -23,6 +23,7 @@ _KEY = "folder"
 _APPEAR_TIMEOUT_S = 15.0
 """A network file system may show a file of another machine so much later."""
 _POLL_S = 0.5
+_FIX = "give the run a folder that all machines share, at the same path, or a URL as in s3://bucket/runs/a"
 
 
 async def check_shared_folder(store: Store, out: str | None, clock: Clock) -> None:
@@ -37,8 +38,7 @@ async def check_shared_folder(store: Store, out: str | None, clock: Clock) -> No
         if clock.now() >= until:
             raise UsageError(
                 f"this machine cannot join: --out {out} is not the folder that the other machines write to (it has no "
-                f"file {name.decode()}); give the run a folder that all machines share, at the same path, or a URL as "
-                "in s3://bucket/runs/a"
+                f"file {name.decode()}); {_FIX}"
             )
         await clock.sleep(_POLL_S)
 
@@ -51,8 +51,7 @@ async def _leave_file(store: Store, path: Path) -> bytes:
         (path / name).touch(mode=0o600)
     except OSError as error:
         raise UsageError(
-            f"this machine cannot join: --out {str(path)!r} cannot be written ({error.strerror}); give the run a folder "
-            "that all machines share, at the same path, or a URL as in s3://bucket/runs/a"
+            f"this machine cannot join: --out {str(path)!r} cannot be written ({error.strerror}); {_FIX}"
         ) from None
     if await store.swap(_KEY, None, name.encode()):
         for earlier in path.glob(f"{SHARED_PREFIX}*"):

@@ -32,10 +32,17 @@ from culm.cli.running.run_command import detached_words, job_overrides
 from culm.cli.running.run_launcher import launch_detached, launch_run
 from culm.cluster.store.etcd.etcd_access import check_job_name
 from culm.config import RunConfig
-from culm.errors import UsageError
+from culm.errors import RunError, UsageError
 from culm.job import find_job_file, import_root, parse_overrides
 from culm.machines.launch_order import LaunchOrder
-from culm.machines.machine_provider import LaunchSpec, MachineProvider, MachineRequest, Market, ProviderSettings
+from culm.machines.machine_provider import (
+    EngineMissing,
+    LaunchSpec,
+    MachineProvider,
+    MachineRequest,
+    Market,
+    ProviderSettings,
+)
 from culm.machines.machine_provider_registry import (
     known_machine_providers,
     machine_provider_class,
@@ -162,12 +169,13 @@ def launch(
             environment=parse_assignments(env or []),
         )
         provider = open_machine_provider(on, ProviderSettings(launch=order.launch, options=given))
-        order = msgspec.structs.replace(order, requests=_checked(provider, order.requests, any_=any_))
         console = make_console(stderr=json_ or dry_run)
+        requests, unchecked = _checked(provider, order.requests, any_=any_, dry_run=dry_run)
+        order = msgspec.structs.replace(order, requests=requests)
         if not quiet or dry_run:
             console.print(offer_table(provider, order.requests, count))
         if dry_run:
-            print(_manifests(provider, order, count), end="")
+            _print_dry_run(provider, order, count, unchecked, json_=json_)
             return
         if provider.costs_money and not yes:
             _ask(count, on)
@@ -208,21 +216,28 @@ def _instances(
 
 
 def _checked(
-    provider: MachineProvider, requests: Sequence[MachineRequest], *, any_: bool
-) -> tuple[MachineRequest, ...]:
-    """The requests that the provider can serve. Raises its UsageError for the first one that it refuses, unless the
-    user leaves the choice to culm and it serves another one."""
+    provider: MachineProvider, requests: Sequence[MachineRequest], *, any_: bool, dry_run: bool
+) -> tuple[tuple[MachineRequest, ...], str]:
+    """The requests that the provider can serve, and why they could not be checked (empty: they were).
+
+    Raises its UsageError for the first one that it refuses, unless the user leaves the choice to culm and it serves
+    another one. A dry run needs neither programs nor credentials of the engine.
+    """
     served: list[MachineRequest] = []
     refusals: list[UsageError] = []
     for request in requests:
         try:
             provider.check(request)
             served.append(request)
+        except (EngineMissing, RunError) as missing:
+            if not dry_run:
+                raise
+            return tuple(requests), str(missing)
         except UsageError as refusal:
             refusals.append(refusal)
     if refusals and not (any_ and served):
         raise refusals[0]
-    return tuple(served)
+    return tuple(served), ""
 
 
 def _markets(config: RunConfig, *, spot: bool) -> Sequence[Market]:
@@ -264,10 +279,27 @@ def _launch_name(job: str) -> str:
     return f"{label or 'job'}-{secrets.token_hex(3)}"
 
 
-def _manifests(provider: MachineProvider, order: LaunchOrder, count: int) -> str:
-    """What would be requested first: all machines of the cheapest kind."""
+def _print_dry_run(provider: MachineProvider, order: LaunchOrder, count: int, unchecked: str, *, json_: bool) -> None:
+    """Print what would be requested first: all machines of the cheapest kind."""
     prices = [provider.price(request) for request in order.requests]
     best = min(range(len(prices)), key=lambda index: math.inf if prices[index] is None else prices[index] or 0.0)
+    text = _manifest(provider, order, order.requests[best], count)
+    if unchecked:
+        print(f"culm: warning: this is not checked: {unchecked}", file=sys.stderr)
+    if not json_:
+        print(text, end="" if text.endswith("\n") else "\n")
+        return
+    offers = [
+        {**msgspec.structs.asdict(request), "count": count, "usd_per_h": price}
+        for request, price in zip(order.requests, prices, strict=True)
+    ]
+    price = prices[best]
+    cost = None if price is None else price * count
+    print(json.dumps({"provider": provider.name, "cost_per_h": cost, "offers": offers, "manifest": text}))
+
+
+def _manifest(provider: MachineProvider, order: LaunchOrder, one: MachineRequest, count: int) -> str:
+    """The manifest for so many machines of a kind, without the token."""
     spec = LaunchSpec(
         launch=order.launch,
         job=order.job,
@@ -279,7 +311,6 @@ def _manifests(provider: MachineProvider, order: LaunchOrder, count: int) -> str
         abandon_after_s=order.abandon_after_s,
         environment=order.environment,
     )
-    one = order.requests[best]
     return provider.manifest(spec, MachineRequest(count=count, instance=one.instance, market=one.market, zone=one.zone))
 
 
