@@ -147,7 +147,9 @@ def launch(
             place = launch_on_head(place, file, arguments)
             show_launched(place, detach=detach, quiet=quiet, json_=json_)
             return
-        given = parse_assignments(option or []) | ({} if hosts is None else {"hosts": hosts})
+        given = parse_assignments(option or [], "--option", "region=us-east-1") | (
+            {} if hosts is None else {"hosts": hosts}
+        )
         order = LaunchOrder(
             launch=launch_name or _launch_name(job),
             job=job,
@@ -158,7 +160,7 @@ def launch(
                 zone,
                 _markets(config, spot=spot),
             ),
-            max_price=max_price,
+            max_price=_price_limit(max_price),
             address=address,
             port=port,
             program=_program(on, program),
@@ -166,7 +168,7 @@ def launch(
             notice=machine_notice,
             grace_s=grace,
             abandon_after_s=abandon_after,
-            environment=parse_assignments(env or []),
+            environment=parse_assignments(env or [], "--env", "NCCL_DEBUG=INFO"),
         )
         provider = open_machine_provider(on, ProviderSettings(launch=order.launch, options=given))
         console = make_console(stderr=json_ or dry_run)
@@ -174,6 +176,7 @@ def launch(
         order = msgspec.structs.replace(order, requests=requests)
         if not quiet or dry_run:
             console.print(offer_table(provider, order.requests, count))
+        _check_affordable(provider, order)
         if dry_run:
             _print_dry_run(provider, order, count, unchecked, json_=json_)
             return
@@ -202,6 +205,30 @@ def _machine_count(config: RunConfig) -> int:
     if config.pipelines is not None and config.stages is not None:
         return config.pipelines * config.stages // config.workers_per_node
     raise UsageError("--nodes is missing: say how many machines to start, as in --nodes 4")
+
+
+def _price_limit(max_price: float | None) -> float | None:
+    """The value of --max-price. Raises UsageError unless it can be a price."""
+    if max_price is not None and not 0 < max_price < math.inf:
+        raise UsageError(f"--max-price is {max_price:g}: use dollars per hour above 0")
+    return max_price
+
+
+def _check_affordable(provider: MachineProvider, order: LaunchOrder) -> None:
+    """Raise UsageError if no machine can ever be had for --max-price; warn if spot prices would have to fall first."""
+    max_price = math.inf if order.max_price is None else order.max_price
+    known = [price for request in order.requests if (price := provider.price(request)) is not None]
+    if max_price == math.inf or any(price <= max_price for price in known):
+        return
+    if not known:
+        raise UsageError(
+            f"--max-price is {max_price:g}, and no price of these machines is known: leave it out, or name another "
+            "--instance" + (" or --option price" if "price" in provider.options else "")
+        )
+    words = f"--max-price is {max_price:g}, and the cheapest of these machines costs ${min(known):.3f}/h"
+    if all(request.market == "on-demand" for request in order.requests):
+        raise UsageError(f"{words}: allow more, or use --spot")
+    print(f"culm: warning: {words} now: none is started before a price falls", file=sys.stderr)
 
 
 def _instances(
