@@ -92,6 +92,32 @@ def test_a_launch_that_costs_money_asks_first(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out.startswith("2 machines: culm agent --join env --job gpt")
 
 
+@pytest.mark.parametrize(
+    ("options", "code", "sentence"),
+    [
+        (["--max-price", "-1"], 2, "--max-price is -1: use dollars per hour above 0"),
+        (["--max-price", "nan"], 2, "--max-price is nan: use dollars per hour above 0"),
+        (
+            ["--max-price", "2.5"],
+            2,
+            "--max-price is 2.5, and the cheapest of these machines costs $3.000/h: allow more",
+        ),
+        (["--max-price", "0.5", "--spot"], 0, "costs $1.000/h now: none is started before a price falls"),
+        (["--max-price", "1", "--spot"], 0, "$2.000/h"),
+        (["--option", "region"], 2, "--option 'region' is not an assignment: write name=value, as in --option region="),
+        (["--env", "A"], 2, "--env 'A' is not an assignment"),
+    ],
+)
+def test_a_price_limit_that_no_machine_can_keep_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, options: list[str], code: int, sentence: str
+) -> None:
+    (tmp_path / "gpt.py").write_text("def job(): raise AssertionError('nobody may load it')\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["launch", str(tmp_path / "gpt.py"), "--on", SCRIPTED, "--nodes", "2", "--dry-run", *options])
+    assert ended.value.code == code
+    assert sentence in capsys.readouterr().err
+
+
 def test_a_fleet_replaces_what_the_market_takes_and_says_what_it_waits_for() -> None:
     said: list[str] = []
     provider = ScriptedMachines(ProviderSettings(launch="gpt-1"))

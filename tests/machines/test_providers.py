@@ -90,6 +90,60 @@ def test_a_dry_run_prints_commands_without_secrets_and_starts_nothing(
     assert "free" in err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "missing", "part", "cost"),
+    [
+        (["slurm"], "--on slurm needs sbatch, scontrol", "#SBATCH --array=0-1", 0),
+        (["kubernetes", "--image", "a:1", "--option", "price=1.5"], "no Kubernetes cluster", "kind: Job", 3.0),
+        (
+            ["ec2", "--image", "ami-1", "--instance", "p3.2xlarge", "--option", "region=us-east-1"],
+            "AWS cannot be used",
+            "TotalTargetCapacity",
+            6.12,
+        ),
+        (
+            ["skypilot", "--instance", "p3.2xlarge", "--option", "infra=aws/us-east-1"],
+            "needs SkyPilot",
+            "num_nodes: 1",
+            6.12,
+        ),
+    ],
+)
+def test_a_dry_run_needs_nothing_of_the_engine_and_a_launch_names_what_is_missing(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    missing: str,
+    part: str,
+    cost: float,
+) -> None:
+    for name in ("KUBERNETES_SERVICE_HOST", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    monkeypatch.setitem(sys.modules, "sky", None)
+    if arguments[0] == "kubernetes":
+        pytest.importorskip("yaml")
+    if arguments[0] == "ec2":
+        pytest.importorskip("boto3")
+    code, out, err = launch(capsys, tmp_path, "--on", *arguments, "--dry-run")
+    assert code == 0, err
+    assert part in out
+    assert "culm: warning: this is not checked" in err
+    assert missing in err
+    code, out, _ = launch(capsys, tmp_path, "--on", *arguments, "--dry-run", "--json")
+    assert code == 0
+    answer = json.loads(out)
+    assert answer["cost_per_h"] == pytest.approx(cost)
+    assert part in answer["manifest"]
+    code, _, err = launch(capsys, tmp_path, "--on", *arguments, "--yes")
+    assert code == 2
+    assert missing in err
+
+
 def test_a_slurm_script_has_one_agent_per_element_a_notice_and_no_secret(tmp_path: Path) -> None:
     settings = ProviderSettings(launch="gpt-1", folder=str(tmp_path), options={"partition": "spot", "gres": "gpu:8"})
     spec = LaunchSpec(launch="gpt-1", job="gpt", token="culm1-secret", grace_s=60, environment={"A": "b c"})

@@ -13,15 +13,16 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "
 _COSTS = {"F": "forward", "I": "input", "W": "weight", "R": "reduce", "S": "step"}
 
 
-def parse_assignments(given: Sequence[str]) -> dict[str, str]:
-    """The fields and values of repeated `--set field=value` options."""
+def parse_assignments(given: Sequence[str], option: str = "--set", example: str = "micro_batch=2") -> dict[str, str]:
+    """The names and values of repeated options such as `--set field=value`."""
     found: dict[str, str] = {}
     for text in given:
         name, equals, value = text.partition("=")
         if not equals or not name:
-            raise UsageError(f"--set {text!r} is not an assignment: write field=value, as in --set micro_batch=2")
+            form = "field=value" if option == "--set" else "name=value"
+            raise UsageError(f"{option} {text!r} is not an assignment: write {form}, as in {option} {example}")
         if name in found:
-            raise UsageError(f"--set names {name} twice: give it one value")
+            raise UsageError(f"{option} names {name} twice: give it one value")
         found[name] = value
     return found
 

@@ -14,6 +14,7 @@ from typing import ClassVar, Literal, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 
+from culm.errors import UsageError
 from culm.machines.join_token import TOKEN_VARIABLE
 
 Market: TypeAlias = Literal["spot", "on-demand"]
@@ -22,6 +23,11 @@ MACHINE_VARIABLE = "CULM_MACHINE"
 """Environment variable with the id of the machine, which its agent reports to the run (`culm agent --machine`)."""
 LABEL = "culm-launch"
 """Name of the tag or label that everything of a launch carries; its value is the name of the launch."""
+
+
+class EngineMissing(UsageError):
+    """What the engine needs on this machine is missing: its programs, libraries, or credentials. The request itself may
+    be right, so `--dry-run` can print it."""
 
 
 class MachineRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,11 +151,12 @@ class MachineProvider(Protocol):
         """Open nothing yet. Raises UsageError for a wrong option."""
 
     def check(self, request: MachineRequest) -> None:
-        """Raise UsageError if the programs, credentials or files that the engine needs are missing, or if it does not
-        have such machines. Starts nothing."""
+        """Raise UsageError if the engine does not have such machines, and EngineMissing if its programs, libraries or
+        credentials are missing here. Starts nothing."""
 
     def manifest(self, spec: LaunchSpec, request: MachineRequest) -> str:
-        """What `--dry-run` prints: the manifest, script or request for these machines, complete but without secrets."""
+        """What `--dry-run` prints: the manifest, script or request for these machines, complete but without secrets. It
+        needs nothing of the engine."""
 
     async def request(self, spec: LaunchSpec, request: MachineRequest) -> list[str]:
         """Ask for machines; returns their ids without waiting until they run. Fewer than asked for: the engine has no

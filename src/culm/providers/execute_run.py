@@ -96,10 +96,19 @@ def find_resources(config: RunConfig, job_file: str = "") -> RunResources:
     """
     market = None if config.trace is None else TraceMarket(read_trace(config.trace), config.speedup, config.notice)
     shared = find_shared_run(config, job_file) if config.is_shared else None
-    found = RunResources(config=dataclasses.replace(config, out=config.folder), market=market, shared=shared)
+    config = dataclasses.replace(config, out=config.folder)
+    if shared is not None:  # machines that join have other working folders
+        config = dataclasses.replace(config, out=_absolute(config.out), resume=_absolute(config.resume))
+    found = RunResources(config=config, market=market, shared=shared)
     if found.new_folder is not None:
         check_folder_empty(found.new_folder)
     return found
+
+
+def _absolute(place: str | None) -> str | None:
+    """A local folder with its whole path; URLs stay as they are."""
+    path = None if place is None else local_path(place)
+    return place if path is None else str(path.absolute())
 
 
 async def execute_run(

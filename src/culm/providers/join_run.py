@@ -17,6 +17,7 @@ from culm.providers.fork_server import CheckJob, JobMatches, JobSource, LoadFail
 from culm.providers.local_provider import LocalProvider
 from culm.providers.provider import EXIT_REJOIN
 from culm.providers.run_store import StoreLocation, open_etcd_store
+from culm.providers.shared_folder import check_shared_folder
 from culm.runtime import messages
 from culm.runtime.clock import RealClock
 from culm.runtime.epoch import Epoch
@@ -96,7 +97,7 @@ class RunParticipant:
                     continue
                 if (now := _describe_slot(epoch, node)) != held:
                     held = now
-                    self._print(f"node {node} {held}")
+                    self._print(f"node {node} {held} since epoch {epoch.number}")
                 if epoch.slots_of_node(node) and leaving is not None:
                     leaving.cancel()
                     leaving = None
@@ -157,7 +158,9 @@ class RunParticipant:
             if setup is None or await store.get("result") is not None:
                 self._print(f"job {self._store_location.job} has ended")
                 return False
-            self._adopt_setup(decode_setup(setup))
+            decoded = decode_setup(setup)
+            await check_shared_folder(store, decoded.out, RealClock())
+            self._adopt_setup(decoded)
             (self._node,) = await allocate_node_numbers(store)
             if self._machine:
                 await store.put(f"machine/{self._node}", self._machine.encode())
@@ -186,8 +189,8 @@ def _describe_slot(epoch: Epoch, node: int) -> str:
     """What a node does in an epoch, as the end of a sentence."""
     assigned = [each for each in slot_assignments(epoch) if each.node == node]
     if not assigned:
-        return f"waits for a slot (epoch {epoch.number})"
+        return "waits for a slot"
     ranges = " and ".join(each.layers for each in assigned if each.layers)
     slots = " and ".join(each.slot for each in assigned)
     layers = f"runs layers {ranges}" if ranges else "keeps shadow replicas"
-    return f"{layers} (slot {slots}, epoch {epoch.number})"
+    return f"{layers} (slot {slots})"

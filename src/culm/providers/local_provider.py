@@ -40,6 +40,8 @@ from culm.providers.private_etcd import PrivateEtcd
 from culm.providers.provider import NodeExit, describe_exit
 from culm.providers.run_handle import RunHandle
 from culm.providers.run_store import StoreLocation, open_job_in_etcd, open_launcher_store
+from culm.providers.shared_folder import check_shared_folder
+from culm.runtime.clock import RealClock
 
 if TYPE_CHECKING:
     from culm.cluster.store.etcd import EtcdAccess
@@ -225,6 +227,8 @@ async def local_run(
         else:
             command = msgspec.structs.replace(command, host=shared.host, workers_on_host=max(1, count * K))
             run = RunHandle(setup, store, LocalProvider(fork_server, command), owns_all_nodes=False)
+        if count and shared is not None:
+            await check_shared_folder(store, setup.out, RealClock())
         await store.put("setup", encode(setup))
         if shared is not None:
             job_reference = JobReference(source.reference, source.overrides, loaded.identity)

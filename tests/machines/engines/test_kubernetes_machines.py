@@ -327,7 +327,7 @@ def test_a_dry_run_is_one_list_that_can_be_applied_and_holds_no_secret(
     found = import_module("yaml").safe_load(text)
     assert [job["metadata"]["name"] for job in found["items"]] == [f"culm-gpt-a1-{number}" for number in range(16)]
     assert all(job["spec"] == found["items"][0]["spec"] for job in found["items"])
-    assert "kubectl --namespace ml create secret generic culm-gpt-a1 --from-literal=CULM_TOKEN=TOKEN" in text
+    assert "kubectl --namespace ml create secret generic culm-gpt-a1 --from-file=CULM_TOKEN=TOKEN_FILE" in text
 
 
 AGENT = """

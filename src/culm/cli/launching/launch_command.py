@@ -32,10 +32,17 @@ from culm.cli.running.run_command import detached_words, job_overrides
 from culm.cli.running.run_launcher import launch_detached, launch_run
 from culm.cluster.store.etcd.etcd_access import check_job_name
 from culm.config import RunConfig
-from culm.errors import UsageError
+from culm.errors import RunError, UsageError
 from culm.job import find_job_file, import_root, parse_overrides
 from culm.machines.launch_order import LaunchOrder
-from culm.machines.machine_provider import LaunchSpec, MachineProvider, MachineRequest, Market, ProviderSettings
+from culm.machines.machine_provider import (
+    EngineMissing,
+    LaunchSpec,
+    MachineProvider,
+    MachineRequest,
+    Market,
+    ProviderSettings,
+)
 from culm.machines.machine_provider_registry import (
     known_machine_providers,
     machine_provider_class,
@@ -140,7 +147,9 @@ def launch(
             place = launch_on_head(place, file, arguments)
             show_launched(place, detach=detach, quiet=quiet, json_=json_)
             return
-        given = parse_assignments(option or []) | ({} if hosts is None else {"hosts": hosts})
+        given = parse_assignments(option or [], "--option", "region=us-east-1") | (
+            {} if hosts is None else {"hosts": hosts}
+        )
         order = LaunchOrder(
             launch=launch_name or _launch_name(job),
             job=job,
@@ -151,7 +160,7 @@ def launch(
                 zone,
                 _markets(config, spot=spot),
             ),
-            max_price=max_price,
+            max_price=_price_limit(max_price),
             address=address,
             port=port,
             program=_program(on, program),
@@ -159,15 +168,17 @@ def launch(
             notice=machine_notice,
             grace_s=grace,
             abandon_after_s=abandon_after,
-            environment=parse_assignments(env or []),
+            environment=parse_assignments(env or [], "--env", "NCCL_DEBUG=INFO"),
         )
         provider = open_machine_provider(on, ProviderSettings(launch=order.launch, options=given))
-        order = msgspec.structs.replace(order, requests=_checked(provider, order.requests, any_=any_))
         console = make_console(stderr=json_ or dry_run)
+        requests, unchecked = _checked(provider, order.requests, any_=any_, dry_run=dry_run)
+        order = msgspec.structs.replace(order, requests=requests)
         if not quiet or dry_run:
             console.print(offer_table(provider, order.requests, count))
+        _check_affordable(provider, order)
         if dry_run:
-            print(_manifests(provider, order, count), end="")
+            _print_dry_run(provider, order, count, unchecked, json_=json_)
             return
         if provider.costs_money and not yes:
             _ask(count, on)
@@ -196,6 +207,30 @@ def _machine_count(config: RunConfig) -> int:
     raise UsageError("--nodes is missing: say how many machines to start, as in --nodes 4")
 
 
+def _price_limit(max_price: float | None) -> float | None:
+    """The value of --max-price. Raises UsageError unless it can be a price."""
+    if max_price is not None and not 0 < max_price < math.inf:
+        raise UsageError(f"--max-price is {max_price:g}: use dollars per hour above 0")
+    return max_price
+
+
+def _check_affordable(provider: MachineProvider, order: LaunchOrder) -> None:
+    """Raise UsageError if no machine can ever be had for --max-price; warn if spot prices would have to fall first."""
+    max_price = math.inf if order.max_price is None else order.max_price
+    known = [price for request in order.requests if (price := provider.price(request)) is not None]
+    if max_price == math.inf or any(price <= max_price for price in known):
+        return
+    if not known:
+        raise UsageError(
+            f"--max-price is {max_price:g}, and no price of these machines is known: leave it out, or name another "
+            "--instance" + (" or --option price" if "price" in provider.options else "")
+        )
+    words = f"--max-price is {max_price:g}, and the cheapest of these machines costs ${min(known):.3f}/h"
+    if all(request.market == "on-demand" for request in order.requests):
+        raise UsageError(f"{words}: allow more, or use --spot")
+    print(f"culm: warning: {words} now: none is started before a price falls", file=sys.stderr)
+
+
 def _instances(
     names: str, provider: str, options: Mapping[str, str], config: RunConfig, *, spot: bool, any_: bool
 ) -> Sequence[str]:
@@ -208,21 +243,28 @@ def _instances(
 
 
 def _checked(
-    provider: MachineProvider, requests: Sequence[MachineRequest], *, any_: bool
-) -> tuple[MachineRequest, ...]:
-    """The requests that the provider can serve. Raises its UsageError for the first one that it refuses, unless the
-    user leaves the choice to culm and it serves another one."""
+    provider: MachineProvider, requests: Sequence[MachineRequest], *, any_: bool, dry_run: bool
+) -> tuple[tuple[MachineRequest, ...], str]:
+    """The requests that the provider can serve, and why they could not be checked (empty: they were).
+
+    Raises its UsageError for the first one that it refuses, unless the user leaves the choice to culm and it serves
+    another one. A dry run needs neither programs nor credentials of the engine.
+    """
     served: list[MachineRequest] = []
     refusals: list[UsageError] = []
     for request in requests:
         try:
             provider.check(request)
             served.append(request)
+        except (EngineMissing, RunError) as missing:
+            if not dry_run:
+                raise
+            return tuple(requests), str(missing)
         except UsageError as refusal:
             refusals.append(refusal)
     if refusals and not (any_ and served):
         raise refusals[0]
-    return tuple(served)
+    return tuple(served), ""
 
 
 def _markets(config: RunConfig, *, spot: bool) -> Sequence[Market]:
@@ -264,10 +306,27 @@ def _launch_name(job: str) -> str:
     return f"{label or 'job'}-{secrets.token_hex(3)}"
 
 
-def _manifests(provider: MachineProvider, order: LaunchOrder, count: int) -> str:
-    """What would be requested first: all machines of the cheapest kind."""
+def _print_dry_run(provider: MachineProvider, order: LaunchOrder, count: int, unchecked: str, *, json_: bool) -> None:
+    """Print what would be requested first: all machines of the cheapest kind."""
     prices = [provider.price(request) for request in order.requests]
     best = min(range(len(prices)), key=lambda index: math.inf if prices[index] is None else prices[index] or 0.0)
+    text = _manifest(provider, order, order.requests[best], count)
+    if unchecked:
+        print(f"culm: warning: this is not checked: {unchecked}", file=sys.stderr)
+    if not json_:
+        print(text, end="" if text.endswith("\n") else "\n")
+        return
+    offers = [
+        {**msgspec.structs.asdict(request), "count": count, "usd_per_h": price}
+        for request, price in zip(order.requests, prices, strict=True)
+    ]
+    price = prices[best]
+    cost = None if price is None else price * count
+    print(json.dumps({"provider": provider.name, "cost_per_h": cost, "offers": offers, "manifest": text}))
+
+
+def _manifest(provider: MachineProvider, order: LaunchOrder, one: MachineRequest, count: int) -> str:
+    """The manifest for so many machines of a kind, without the token."""
     spec = LaunchSpec(
         launch=order.launch,
         job=order.job,
@@ -279,7 +338,6 @@ def _manifests(provider: MachineProvider, order: LaunchOrder, count: int) -> str
         abandon_after_s=order.abandon_after_s,
         environment=order.environment,
     )
-    one = order.requests[best]
     return provider.manifest(spec, MachineRequest(count=count, instance=one.instance, market=one.market, zone=one.zone))
 
 

@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 from culm.errors import RunError, UsageError
+from culm.machines.machine_provider import EngineMissing
 
 _REFUSED_CREDENTIALS = frozenset(
     {"AuthFailure", "ExpiredToken", "ExpiredTokenException", "InvalidClientTokenId", "UnrecognizedClientException"}
@@ -75,12 +76,12 @@ class AwsAccount:
         try:
             return call()
         except (errors.NoCredentialsError, errors.PartialCredentialsError) as error:
-            raise UsageError(f"AWS cannot be used ({error}): set AWS_PROFILE, or run aws configure") from None
+            raise EngineMissing(f"AWS cannot be used ({error}): set AWS_PROFILE, or run aws configure") from None
         except errors.ClientError as error:
             found = error.response.get("Error", {})
             code, text = str(found.get("Code", "")), str(found.get("Message", "")).rstrip(".")
             if code in _REFUSED_CREDENTIALS:
-                raise UsageError(f"AWS refuses the credentials ({code}: {text}): set AWS_PROFILE") from None
+                raise EngineMissing(f"AWS refuses the credentials ({code}: {text}): set AWS_PROFILE") from None
             raise AwsRefusal(code, f"AWS refuses {operation} in {self.region} ({code}: {text})") from None
         except errors.BotoCoreError as error:
             raise RunError(f"AWS did not answer {operation} in {self.region} ({error})") from None
@@ -90,4 +91,4 @@ def _import(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError:
-        raise UsageError("--on ec2 needs boto3: pip install 'culm[aws]'") from None
+        raise EngineMissing("--on ec2 needs boto3: pip install 'culm[aws]'") from None

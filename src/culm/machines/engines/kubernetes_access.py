@@ -16,6 +16,7 @@ import aiohttp
 
 from culm.errors import UsageError
 from culm.machines.engines.kubernetes_manifests import import_yaml
+from culm.machines.machine_provider import EngineMissing
 
 _IN_POD = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _EXEC_TIMEOUT_S = 60.0
@@ -130,7 +131,7 @@ def make_ssl_context(access: ClusterAccess, credentials: Credentials) -> ssl.SSL
 def _access_of_pod(namespace: str) -> ClusterAccess:
     host = os.environ.get("KUBERNETES_SERVICE_HOST", "")
     if not host or not (_IN_POD / "token").is_file():
-        raise UsageError("there is no Kubernetes cluster: set KUBECONFIG to a kubeconfig file")
+        raise EngineMissing("there is no Kubernetes cluster: set KUBECONFIG to a kubeconfig file")
     host = f"[{host}]" if ":" in host else host
     return ClusterAccess(
         server=f"https://{host}:{os.environ.get('KUBERNETES_SERVICE_PORT', '443')}",

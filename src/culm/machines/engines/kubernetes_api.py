@@ -8,13 +8,14 @@ from typing import Any
 
 import aiohttp
 
-from culm.errors import RunError, UsageError
+from culm.errors import RunError
 from culm.machines.engines.kubernetes_access import (
     ClusterAccess,
     Credentials,
     find_credentials,
     make_ssl_context,
 )
+from culm.machines.machine_provider import EngineMissing
 
 _TIMEOUT_S = 30.0
 _PATHS = {"jobs": "apis/batch/v1", "pods": "api/v1", "secrets": "api/v1"}
@@ -138,5 +139,5 @@ class KubernetesApi:
         except (ValueError, KeyError, TypeError):
             reason = text[:200]
         if status == 401:
-            return UsageError(f"Kubernetes at {self._access.server} refuses the credentials of the kubeconfig")
+            return EngineMissing(f"Kubernetes at {self._access.server} refuses the credentials of the kubeconfig")
         return KubernetesRefusal(status, f"Kubernetes refuses {method} {path} (status {status}: {reason.rstrip('.')})")

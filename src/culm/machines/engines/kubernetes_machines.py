@@ -28,6 +28,7 @@ from culm.machines.engines.kubernetes_manifests import (
 )
 from culm.machines.machine_provider import (
     LABEL,
+    EngineMissing,
     LaunchSpec,
     Machine,
     MachineNotice,
@@ -112,8 +113,7 @@ class KubernetesMachines:
     def manifest(self, spec: LaunchSpec, request: MachineRequest) -> str:
         _check_image(spec)
         names = [f"{object_name(spec.launch)}-{number}" for number in range(request.count)]
-        namespace = find_access(self._context, self._namespace).namespace
-        return manifest_yaml(names, spec, request, self._pods, namespace)
+        return manifest_yaml(names, spec, request, self._pods, self._manifest_namespace())
 
     async def request(self, spec: LaunchSpec, request: MachineRequest) -> list[str]:
         _check_image(spec)
@@ -160,6 +160,13 @@ class KubernetesMachines:
         for pod in await self._list("pods"):  # of Jobs that were deleted by somebody else
             await self._api.delete("pods", pod["metadata"]["name"], grace_s=_RELEASE_GRACE_S)
         await self._api.delete("secrets", object_name(self._launch))
+
+    def _manifest_namespace(self) -> str:
+        """The namespace for a manifest, also where there is no cluster."""
+        try:
+            return find_access(self._context, self._namespace).namespace
+        except EngineMissing:
+            return self._namespace or "default"
 
     @property
     def _api(self) -> KubernetesApi:

@@ -248,7 +248,7 @@ def manifest_yaml(
     common = job_spec(spec, request, options)
     jobs = [_job(name, labels(spec.launch, request.labels), common) for name in names]
     text = dump_yaml({"apiVersion": "v1", "kind": "List", "items": jobs})
-    variable = f"--from-literal={TOKEN_VARIABLE}=TOKEN"
+    variable = f"--from-file={TOKEN_VARIABLE}=TOKEN_FILE"
     return (
         f"# kubectl --namespace {namespace} create secret generic {object_name(spec.launch)} {variable}\n"
         f"# kubectl --namespace {namespace} apply -f THIS_FILE\n{text}"

@@ -22,6 +22,7 @@ from culm.machines.join_token import TOKEN_VARIABLE
 from culm.machines.machine_provider import (
     LABEL,
     MACHINE_VARIABLE,
+    EngineMissing,
     LaunchSpec,
     Machine,
     MachineNotice,
@@ -252,4 +253,4 @@ def _import_sky() -> Any:
     try:
         return importlib.import_module("sky")
     except ImportError:
-        raise UsageError("--on skypilot needs SkyPilot: pip install 'skypilot[aws]', or with your clouds") from None
+        raise EngineMissing("--on skypilot needs SkyPilot: pip install 'skypilot[aws]', or with your clouds") from None

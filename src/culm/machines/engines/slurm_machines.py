@@ -24,6 +24,7 @@ from culm.machines.agent_process import describe_agent_end, log_end, write_priva
 from culm.machines.machine_provider import (
     LABEL,
     MACHINE_VARIABLE,
+    EngineMissing,
     LaunchSpec,
     Machine,
     MachineNotice,
@@ -100,11 +101,11 @@ class SlurmMachines:
         self._told_to_start: set[str] = set()
 
     def check(self, request: MachineRequest) -> None:
-        missing = [program for program in ("sbatch", "scontrol", "scancel", "squeue") if shutil.which(program) is None]
-        if missing:
-            raise UsageError(f"--on slurm needs {', '.join(missing)}: launch from a machine with Slurm's commands")
         if request.zone:
             raise UsageError(f"--zone is {request.zone!r}: Slurm has no zones, use --option constraint or nodelist")
+        missing = [program for program in ("sbatch", "scontrol", "scancel", "squeue") if shutil.which(program) is None]
+        if missing:
+            raise EngineMissing(f"--on slurm needs {', '.join(missing)}: launch from a machine with Slurm's commands")
 
     def manifest(self, spec: LaunchSpec, request: MachineRequest) -> str:
         given = dict(self._options) | ({"constraint": request.instance} if request.instance else {})

@@ -31,6 +31,8 @@ _FLOCK_FORMAT = "@hhqqi"
 
 
 LINE_FILES = ("steps.jsonl", "events.jsonl")
+SHARED_PREFIX = ".shared-"
+"""Begins the name of the file by which machines recognise the folder of their run (providers/shared_folder.py)."""
 
 
 class RunFolder:
@@ -247,7 +249,7 @@ def check_folder_empty(out: str, *, resumable: bool = True) -> None:
         return
     if path.is_file():
         raise UsageError(f"--out {out!r} is a file: give a folder that does not exist yet")
-    if path.is_dir() and any(path.iterdir()):
+    if path.is_dir() and any(not entry.name.startswith(SHARED_PREFIX) for entry in path.iterdir()):
         raise UsageError(f"--out {out!r} exists and is not empty: give another folder{otherwise}")
 
 
