@@ -1,9 +1,9 @@
 """Processes that form one group, of Gloo or NCCL, and are controlled over pipes.
 
 They end when their pipe is closed: by `close`, by an interrupt, or because this process died. Their environment has no
-variable that would tune torch, Gloo or OpenMP. Each has its own process group, so that Ctrl-C reaches only this process,
-but no session of its own: Linux gives every session an equal share of a busy machine (`sched_autogroup_enabled`), and
-all nodes of culm's side are in one session.
+variable that would tune torch, Gloo or OpenMP. Each has its own process group, so that Ctrl-C reaches only this
+process, but no session of its own: Linux gives every session an equal share of a busy machine
+(`sched_autogroup_enabled`), and all nodes of culm's side are in one session.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ def test_an_action_of_the_empty_pipeline_costs_time() -> None:
 @pytest.mark.usefixtures("forked_programs")
 @pytest.mark.real
 def test_ranks_share_a_session_but_no_process_group() -> None:
-    """Linux divides a busy machine between sessions: ranks in sessions of their own would get more than culm's nodes."""
+    """Linux divides a busy machine between sessions: each rank would get as much as all nodes of culm together."""
     with RankProcesses(2) as started:
         assert [os.getsid(pid) for pid in started.pids] == [os.getsid(0)] * 2
         assert [os.getpgid(pid) for pid in started.pids] == list(started.pids)
