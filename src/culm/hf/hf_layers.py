@@ -229,9 +229,9 @@ class _HfLayer(nn.Module):
         return dict(zip(self.layout, tensors, strict=True))
 
     def train(self, mode: bool = True) -> _HfLayer:
+        """Also the modules without parameters that only the skeleton has, such as the dropout before a head."""
         super().train(mode)
-        skeleton = self._unregistered[0]
-        skeleton.training = mode
+        self._unregistered[0].train(mode)
         return self
 
     def placeholders(self, values: Mapping[str, Tensor]) -> dict[str, Any]:
