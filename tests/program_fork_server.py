@@ -2,9 +2,9 @@
 
 tests ──socket── fork server ──fork── culm run ──fork── fork server of nodes ── nodes ...
 
-A forked program has the arguments, environment, descriptors, session, signals and exit code of a freshly started one
-and can be killed like it. Forking cannot show that all imports work: therefore every subcommand that starts processes
-also has tests in which it is started freshly.
+A forked program has the arguments, environment, descriptors, session, process group, signals and exit code of a freshly
+started one and can be killed like it. Forking cannot show that all imports work: therefore every subcommand that starts
+processes also has tests in which it is started freshly.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ class Program(msgspec.Struct, frozen=True):
     folder: str
     environment: dict[str, str]
     session: bool
+    group: int
+    """The process group to join; 0: one of its own; -1: that of the parent."""
     descriptors: list[int]
     """The descriptor numbers in the program."""
     network: str = ""
@@ -89,7 +91,9 @@ class Popen(subprocess.Popen[Any]):
         descriptors = [standard if found == -1 else found for standard, found in enumerate(own)] + passed
         folder = os.fspath(how["cwd"] or Path.cwd())
         environment = dict(os.environ if how["env"] is None else how["env"])
-        program = Program(arguments, folder, environment, how["start_new_session"], [0, 1, 2, *passed], network)
+        program = Program(
+            arguments, folder, environment, how["start_new_session"], how["process_group"], [0, 1, 2, *passed], network
+        )
         self.pid, self._exit_socket = start(program, descriptors)
         self._child_created = True
         self._close_pipe_fds(*(how[name] for name in _PIPES))  # type: ignore[attr-defined]
@@ -243,6 +247,8 @@ def _run_in_child(program: Program, descriptors: list[int], ready_writer: int, a
     _reset_signals()
     if program.session:
         os.setsid()
+    if program.group >= 0:
+        os.setpgid(0, program.group)
     os.chdir(program.folder)
     if program.network:
         _enter_network_namespace(program.network)

@@ -1,8 +1,9 @@
 """Processes that form one group, of Gloo or NCCL, and are controlled over pipes.
 
 They end when their pipe is closed: by `close`, by an interrupt, or because this process died. Their environment has no
-variable that would tune torch, Gloo or OpenMP, and they run in a separate session, so that Ctrl-C reaches only this
-process.
+variable that would tune torch, Gloo or OpenMP. Each has its own process group, so that Ctrl-C reaches only this
+process, but no session of its own: Linux gives every session an equal share of a busy machine
+(`sched_autogroup_enabled`), and all nodes of culm's side are in one session.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class RankProcesses:
                 pass_fds=[child_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                start_new_session=True,
+                process_group=0,
             )
         self._processes.append(process)
         self._connections.append(parent_end)

@@ -148,11 +148,16 @@ def test_wrong_data_is_named(tmp_path: Path, corpus: list[str]) -> None:
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "bad.jsonl").write_text('{"text": "x"}\n{"txt": 1}\n')
     (tmp_path / "latin.txt").write_bytes(b"\xff\xff")
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "raw").write_bytes(bytes(16))
     (tmp_path / "out.npy").touch()
     for message, call in (
         (r"'missing.txt' does not exist", lambda: Packed("missing.txt", "bytes", 4)),
-        (r"has no text 'text' in its line at byte 14: name one of its fields \(txt\)",
+        (r"line 2 of .*bad.jsonl has no text in the field 'text': name another of its fields \(txt\)",
          lambda: Packed(tmp_path / "bad" / "bad.jsonl", "bytes", 4)),
+        (r"bad' is a folder: name its files, as in", lambda: Packed(tmp_path / "bad", "bytes", 4)),
+        (r"Packed has 0 tokens in all", lambda: Packed(tmp_path / "empty.txt", "bytes", 4)),
+        (r"holds float32 of shape", lambda: Tokens(tmp_path / "raw", 1, dtype="float32")),
         ("is not UTF-8", lambda: Packed(tmp_path / "latin.txt", "bytes", 4)),
         (r"Packed.length is 0: use 1 to", lambda: Packed(corpus, "bytes", 0)),
         (r"Tokens.length is 9: use 1 to", lambda: _tokens(tmp_path, 9)),
@@ -162,7 +167,7 @@ def test_wrong_data_is_named(tmp_path: Path, corpus: list[str]) -> None:
         ("the tokenizer is a int", lambda: load_tokenizer(3)),
         ("the tokenizer returned the id 300", lambda: Packed(corpus, _TooLarge(), 4)),
         ("does not exist on this machine", lambda: Images(tmp_path / "none")),
-        ("no valid JSON in its line at byte 0", lambda: Jsonl(tmp_path / "latin.txt")[0]),
+        (r"line 1 of .*latin.txt is not valid JSON", lambda: Jsonl(tmp_path / "latin.txt")[0]),
     ):  # fmt: skip
         with pytest.raises(JobError, match=message):
             call()

@@ -157,6 +157,26 @@ def test_a_lora_run_saves_and_exports_the_adapter_alone(tmp_path: Path) -> None:
     assert all(torch.equal(loaded[name], value) for name, value in trained.items())
 
 
+def test_a_lora_run_on_tied_embeddings_resumes_and_is_exported(tmp_path: Path) -> None:
+    """The tied parameter is frozen, so that no checkpoint has it."""
+    import peft
+
+    def job(steps: int) -> culm.Job:
+        config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+        torch.manual_seed(3)
+        return tiny_job(peft.get_peft_model(tiny_model("llama tied"), config), "llama tied", steps=steps)
+
+    train_to_folder(job(2), tmp_path / "first")
+    run = train_to_folder(job(3), tmp_path / "second", resume=str(tmp_path / "first"))
+    assert run.state_sha256 == reference(job(3)).state_sha256
+    culm.hf.export_hf(tmp_path / "second", tmp_path / "adapter")
+    loaded = (
+        peft.PeftModel.from_pretrained(tiny_model("llama tied"), tmp_path / "adapter").get_base_model().state_dict()
+    )
+    trained = {n.partition(".")[2]: v for n, v in reference(job(3)).snapshot.parameters.items() if "lora_" in n}
+    assert trained and all(torch.equal(loaded[name], value) for name, value in trained.items())
+
+
 def test_a_lora_run_equals_the_plain_loop_and_survives_kills() -> None:
     model = lora_model()
     job = tiny_job(model, "llama", steps=6, micro_batch=4, exact=False)
@@ -194,6 +214,13 @@ def test_prompt_tuning_is_refused() -> None:
     peft = pytest.importorskip("peft")
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     with pytest.raises(JobError, match="LoRA"):
+        culm.hf.parts(peft.get_peft_model(tiny_model("llama"), config))
+
+
+def test_adalora_is_refused() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.AdaLoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], total_step=9, tinit=1, tfinal=2)
+    with pytest.raises(JobError, match=r"AdaLoraConfig.*use LoRA"):
         culm.hf.parts(peft.get_peft_model(tiny_model("llama"), config))
 
 

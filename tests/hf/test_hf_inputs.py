@@ -99,6 +99,23 @@ def test_a_model_of_several_labels_or_numbers_has_the_loss_of_transformers() -> 
         assert torch.allclose(total / weight, model(input_ids=ids, labels=labels).loss)
 
 
+@pytest.mark.parametrize("trained_before", [True, False])
+@pytest.mark.parametrize(
+    ("family", "place", "rate"), [("gpt2", 0, "embd_pdrop"), ("bert classification", -1, "hidden_dropout_prob")]
+)
+def test_dropout_outside_of_the_blocks_follows_the_mode_of_the_layer(
+    family: str, place: int, rate: str, trained_before: bool
+) -> None:
+    """from_pretrained returns models in evaluation mode, a constructor returns them in training mode."""
+    config = tiny_model(family).config
+    setattr(config, rate, 0.5)
+    model = type(tiny_model(family))(config).train(trained_before)
+    layer = culm.hf.parts(model)["layers"][place]()
+    given = torch.ones(1, 4, dtype=torch.long) if place == 0 else torch.ones(1, 4, 16)
+    assert not torch.equal(layer.train()(given), layer(given))
+    assert torch.equal(layer.eval()(given), layer(given))
+
+
 @pytest.mark.parametrize(
     ("item", "words"),
     [

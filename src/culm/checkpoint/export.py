@@ -90,11 +90,12 @@ class StoredWeights:
         """By name: the name in the checkpoint. Tied parameters are stored once."""
         for group in manifest.facts.get("tied") or ():
             first = next((name for name in group if name in self.stored), None)
-            if first is None:
+            if first is not None:
+                self.stored.update(dict.fromkeys(group, self.stored[first]))
+            elif manifest.facts.get("save_frozen", True):  # otherwise it is frozen, and left out on purpose
                 raise CheckpointError(
                     f"the checkpoint of step {manifest.step} holds none of the tied {', '.join(group)}"
                 )
-            self.stored.update(dict.fromkeys(group, self.stored[first]))
 
     def describe(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
         """Shape and type of every tensor."""

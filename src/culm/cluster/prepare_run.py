@@ -403,6 +403,7 @@ def job_facts(job: Job, model_info: ModelInfo) -> dict[str, str | int | float | 
         "precision": job.precision,
         "fingerprint": fingerprint(job),
         "tied": sorted(sorted(group) for group in job.tied),
+        "save_frozen": job.save_frozen,
         "optimizer": model_info.optimizer_classes,
     }
 

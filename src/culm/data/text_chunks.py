@@ -38,7 +38,7 @@ class TextChunk:
             file.seek(self.start)
             data = file.read(self.end - self.start)
         if not is_json_lines(self.path):
-            ids = tokenizer.encode(_decode(data, self.path)) + (end if self.ends_file else [])
+            ids = tokenizer.encode(_decode(data, self.path, self.start)) + (end if self.ends_file else [])
         else:
             ids = []
             offset = self.start
@@ -62,6 +62,8 @@ def find_files(files: Files) -> list[str]:
         matches = _expand(each)
         found += [path for path in matches if Path(path).is_file()]
         if not any(Path(path).is_file() for path in matches):
+            if Path(each).is_dir():
+                raise JobError(f"the data file {each!r} is a folder: name its files, as in {f'{each}/*.txt'!r}")
             raise JobError(f"the data file {each!r} does not exist on this machine: give a path or a pattern")
     if not found:
         raise JobError("no data file is given: pass a path, or a pattern such as 'books/*.txt'")
@@ -97,7 +99,8 @@ def read_text_field(line: bytes, field: str, path: str, offset: int) -> str:
     text = record.get(field)
     if not isinstance(text, str):
         known = ", ".join(map(str, record)) or "none"
-        raise JobError(f"{path} has no text {field!r} in its line at byte {offset}: name one of its fields ({known})")
+        place = f"line {_line_number(path, offset)} of {path}"
+        raise JobError(f"{place} has no text in the field {field!r}: name another of its fields ({known})")
     return text
 
 
@@ -106,19 +109,30 @@ def parse_json_line(line: bytes, path: str, offset: int) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except ValueError as error:
-        raise JobError(f"{path} has no valid JSON in its line at byte {offset}: {error}") from None
+        raise JobError(f"line {_line_number(path, offset)} of {path} is not valid JSON: {error}") from None
     if not isinstance(record, dict):
         raise JobError(
-            f"{path} has a {type(record).__name__} in the line at byte {offset}: each line must be a JSON object"
+            f"line {_line_number(path, offset)} of {path} is a {type(record).__name__}: each line must be a JSON object"
         )
     return record
 
 
-def _decode(data: bytes, path: str) -> str:
+def _line_number(path: str, offset: int) -> int:
+    """The number, from 1, of the line that begins at this byte. Reads the file up to there."""
+    number = 1
+    with Path(path).open("rb") as file:
+        while block := file.read(min(offset, CHUNK_BYTES)):
+            number, offset = number + block.count(b"\n"), offset - len(block)
+    return number
+
+
+def _decode(data: bytes, path: str, start: int) -> str:
+    """The text of bytes that begin at byte `start` of a file."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise JobError(f"{path} is not UTF-8 ({error.reason} at byte {error.start}): convert it first") from None
+        place = f"{error.reason} at byte {start + error.start}"
+        raise JobError(f"{path} is not UTF-8 ({place}): convert it first") from None
 
 
 def _check_ids(ids: list[int], tokenizer: Tokenizer) -> list[int]:

@@ -73,6 +73,8 @@ def cut_sequence(tokens: Any, index: int, length: int) -> tuple[Tensor, Tensor]:
 
 def check_length(owner: str, length: int, tokens: int) -> None:
     """Raise JobError unless there is at least one sequence of this length and the token after it."""
+    if tokens < 2:
+        raise JobError(f"{owner} has {tokens} tokens in all: a sequence needs at least one and the token after it")
     if not isinstance(length, int) or isinstance(length, bool) or not 1 <= length < tokens:
         raise JobError(f"{owner}.length is {length!r}: use 1 to {tokens - 1}, since there are {tokens} tokens")
 
@@ -80,8 +82,9 @@ def check_length(owner: str, length: int, tokens: int) -> None:
 def _open_tokens(path: str, dtype: str | None) -> Any:
     try:
         if dtype is not None:
-            return np.memmap(path, dtype=dtype, mode="r")
-        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+            tokens = np.memmap(path, dtype=dtype, mode="r")
+        else:
+            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
         raise JobError(
             f"the token file {path!r} does not exist on this machine: make it with culm data tokenize"

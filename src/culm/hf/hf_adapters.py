@@ -29,9 +29,9 @@ def add_adapter(model: Any, config: Any) -> Any:
 
 
 def adapter_files(model: Any) -> dict[str, bytes]:
-    """The adapter's config, and the names of its tensors, as files. Raises JobError for an adapter that changes more
-    than modules."""
-    from peft import get_peft_model_state_dict
+    """The adapter's config, and the names of its tensors, as files. Raises JobError for an adapter that does more than
+    adding modules."""
+    from peft import PeftType, get_peft_model_state_dict
 
     adapter = model.active_adapter
     config = model.peft_config[adapter]
@@ -39,6 +39,11 @@ def adapter_files(model: Any) -> dict[str, bytes]:
         raise JobError(
             f"the adapter is a {type(config).__name__}, which changes the inputs of the model and not its modules: it "
             "cannot be cut into layers; use LoRA or another adapter that adds modules"
+        )
+    if config.peft_type == PeftType.ADALORA:
+        raise JobError(
+            "the adapter is an AdaLoraConfig, which changes the ranks of all layers together between steps: no single "
+            "layer can do that; use LoRA"
         )
     names = list(model.state_dict())
     markers = {name: torch.tensor(number) for number, name in enumerate(names)}

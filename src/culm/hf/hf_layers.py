@@ -229,9 +229,9 @@ class _HfLayer(nn.Module):
         return dict(zip(self.layout, tensors, strict=True))
 
     def train(self, mode: bool = True) -> _HfLayer:
+        """Also the modules without parameters that only the skeleton has, such as the dropout before a head."""
         super().train(mode)
-        skeleton = self._unregistered[0]
-        skeleton.training = mode
+        self._unregistered[0].train(mode)
         return self
 
     def placeholders(self, values: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -343,9 +343,10 @@ class BlockLayer(_HfLayer):
         self._next_layout = model.layout((self.phase, self.index + 1))
         self._arguments: tuple[tuple[Any, ...], tuple[tuple[Any, ...], dict[str, Any]]] | None = None
         self._router_logits: list[Tensor] = []
+        self._block = [self.get_submodule(self._path)]  # in a list: registered already, and looked up in every forward
         self._unregistered[0].eval()  # nothing that only prepares a block's arguments may draw random numbers
         if self.router is not None:
-            for module in self.get_submodule(self._path).modules():
+            for module in self._block[0].modules():
                 if isinstance(module, self.router.module_class):
                     module.register_forward_hook(self._note_router_logits)
 
@@ -361,7 +362,7 @@ class BlockLayer(_HfLayer):
         values = self.named(tensors)
         args, kwargs = self._block_arguments(values)
         self._router_logits = []
-        output = self.get_submodule(self._path)(values["hidden"], *args, **kwargs)
+        output = self._block[0](values["hidden"], *args, **kwargs)
         found = {**values, "hidden": output[0] if isinstance(output, tuple) else output}
         if self.returns_bias:
             found["bias"] = output[1]

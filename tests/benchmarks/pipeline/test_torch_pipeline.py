@@ -148,6 +148,15 @@ def test_an_action_of_the_empty_pipeline_costs_time() -> None:
     assert result.wall_us > 0
 
 
+@pytest.mark.usefixtures("forked_programs")
+@pytest.mark.real
+def test_ranks_share_a_session_but_no_process_group() -> None:
+    """Linux divides a busy machine between sessions: each rank would get as much as all nodes of culm together."""
+    with RankProcesses(2) as started:
+        assert [os.getsid(pid) for pid in started.pids] == [os.getsid(0)] * 2
+        assert [os.getpgid(pid) for pid in started.pids] == list(started.pids)
+
+
 def test_an_interleaved_schedule_puts_two_stages_on_a_worker() -> None:
     assert worker_count(even_cut(18, 8), "interleaved") == 4
     assert worker_count(even_cut(18, 8), "zb") == 8
