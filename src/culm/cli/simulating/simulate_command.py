@@ -34,7 +34,6 @@ from culm.market.trace_generator import PRESETS, MarketModel, generate_trace
 from culm.market.trace_limit import limit_nodes
 from culm.market.trace_reader import read_trace
 from culm.market.trace_statistics import mean_node_count
-from culm.plan.rent.failure_free_step import failure_free_step_s
 from culm.plan.rent.fleet_decision import FleetLimits
 from culm.plan.rent.rental_options import RentalQuery
 from culm.sim.cluster_costs import ClusterCosts
@@ -349,17 +348,13 @@ def _fleet_json(workload: Workload, price: NodePrice) -> dict[str, Any]:
         "workers": workload.workers,
         "cost_per_h": workload.nodes * price.spot,
         "schedule_name": workload.schedule,
-        "step_s": _step_s(workload, workload.schedule),
-        "step_s_by_schedule": {name: _step_s(workload, name) for name in _COMPARED_SCHEDULES},
+        "step_s": workload.failure_free_step_s(),
+        "step_s_by_schedule": {name: workload.failure_free_step_s(name) for name in _COMPARED_SCHEDULES},
         "ideal_goodput": workload.ideal_samples_per_s,
     }
 
 
 _COMPARED_SCHEDULES = ("planned", "zb", "1f1b")
-
-
-def _step_s(workload: Workload, schedule: str) -> float:
-    return failure_free_step_s(workload.planning_case(workload.pipelines), schedule)
 
 
 def _find_machine(workload: Workload, instance: str | None, on: str | None, prices: Path | None) -> PricedInstance:
@@ -425,8 +420,8 @@ def _print_outcomes(
 
 def _schedule_line(workload: Workload) -> str:
     """What the schedule is worth without losses: the strategies differ only in what they make of losses."""
-    speeds = {name: workload.samples / _step_s(workload, name) for name in _COMPARED_SCHEDULES}
-    calm = workload.samples / _step_s(workload, workload.schedule)
+    speeds = {name: workload.samples / workload.failure_free_step_s(name) for name in _COMPARED_SCHEDULES}
+    calm = workload.samples / workload.failure_free_step_s()
     others = ", ".join(
         f"{name} {speed:.4g} ({speed / calm - 1:+.1%})" for name, speed in speeds.items() if name != workload.schedule
     )
@@ -436,7 +431,7 @@ def _schedule_line(workload: Workload) -> str:
 def _shares(outcome: StrategyOutcome, workload: Workload) -> dict[str, float]:
     """Goodput as a share of the same schedule without losses, and of the ideal: no bubble, no loss, no message."""
     goodput = outcome.goodput.value
-    calm = workload.samples / _step_s(workload, workload.schedule)
+    calm = workload.samples / workload.failure_free_step_s()
     return {"of_calm": goodput / calm, "of_ideal": goodput / workload.ideal_samples_per_s}
 
 
