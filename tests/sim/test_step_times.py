@@ -95,7 +95,7 @@ def test_a_schedule_is_run_as_it_is_and_plans_are_run_with_what_actions_take() -
 
 
 def test_a_shallower_pipeline_has_more_to_sum_and_to_update() -> None:
-    """One stage instead of four: four times the parameters. Of 12 pipelines each sends 11/12, not 2/3, of them twice."""
+    """One stage instead of four: four times the parameters. A ring of 12 sends 11/12 twice, not 2/3."""
     costs = replace(UNIT.costs, reduce=2 / 3, step=0.5)
     times = steps(replace(UNIT, costs=costs, schedule="1f1b", least_stages=1, layers=12))
     for pipelines, stages, end in ((3, 4, 2 / 3 + 0.5), (12, 1, 4 * (11 / 12 + 0.5)), (6, 2, 2 * (5 / 6 + 0.5))):
