@@ -42,6 +42,7 @@ WORK = Workload(
     state_bytes=4e9,
     least_stages=2,
     layers=12,
+    planned_activations=(18,) * 4,
 )
 CHARGES = ClusterCosts(warm_up_s=0.0, restart_s=0.0)
 PRICE = NodePrice(1.0, 3.0)

@@ -94,8 +94,20 @@ def test_a_schedule_is_run_as_it_is_and_plans_are_run_with_what_actions_take() -
     assert steps(slow).rerouted(3, (0, 1, 0, 0)) == pytest.approx(2 * steps(fixed).rerouted(3, (0, 1, 0, 0)))
 
 
+def test_a_shallower_pipeline_has_more_to_sum_and_to_update() -> None:
+    """One stage instead of four: four times the parameters. A ring of 12 sends 11/12 twice, not 2/3."""
+    costs = replace(UNIT.costs, reduce=2 / 3, step=0.5)
+    times = steps(replace(UNIT, costs=costs, schedule="1f1b", least_stages=1, layers=12))
+    for pipelines, stages, end in ((3, 4, 2 / 3 + 0.5), (12, 1, 4 * (11 / 12 + 0.5)), (6, 2, 2 * (5 / 6 + 0.5))):
+        alone = times.at_depth(pipelines, stages, as_published=True)
+        without = steps(replace(UNIT, schedule="1f1b", least_stages=1, layers=12)).at_depth(
+            pipelines, stages, as_published=True
+        )
+        assert alone - without == pytest.approx(end), (pipelines, stages)
+
+
 def test_large_cases_are_taken_at_their_bound() -> None:
-    large = replace(UNIT, pipelines=60, stages=16, micro_batches=60 * 32)
+    large = replace(UNIT, pipelines=60, stages=16, micro_batches=60 * 32, planned_activations=(32,) * 16)
     assert large.stages * large.micro_batches > MAX_PLANNED_FORWARDS
     found = steps(large)
     assert not found.uses_plans

@@ -15,8 +15,8 @@ from culm.plan.model.accelerators import (
 )
 from culm.plan.model.layer_partition import find_cuts, in_flight_1f1b, segment_layer_ranges
 from culm.plan.model.reference_models import find_model
-from culm.plan.rent.failure_free_step import PLANNED
 from culm.plan.rent.link_costs import NodeLinks, stage_costs
+from culm.plan.replan.planned_schedule import PLANNED
 from culm.schedule import Costs
 from culm.sim.workload import Workload
 

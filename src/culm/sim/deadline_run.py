@@ -16,7 +16,6 @@ from typing import NamedTuple, TypeAlias
 
 from culm.market.market_trace import HOUR, MarketTrace, NodeEvent
 from culm.market.price_series import PriceMove, PriceSeries
-from culm.plan.rent.failure_free_step import failure_free_step_s
 from culm.plan.rent.fleet_decision import (
     FleetDecision,
     FleetHistory,
@@ -272,5 +271,4 @@ class _DeadlineRun:
 
 def full_step_s(context: SimulationContext) -> float:
     """Seconds of a step with all nodes and without a loss, under the schedule of the workload."""
-    w = context.workload
-    return failure_free_step_s(w.planning_case(w.pipelines), w.schedule)
+    return context.workload.failure_free_step_s()

@@ -31,6 +31,7 @@ def planned_workload(row: RentalOption, name: str, query: RentalQuery, offer: In
         least_stages=row.least_stages,
         layers=len(layers),
         memory=case.memory,
+        planned_activations=row.limits,
         schedule=row.schedule,
         split=case.split,
         stagger=case.stagger,
@@ -43,6 +44,7 @@ def workload_toml(workload: Workload) -> str:
     """The workload as a plan file for `culm simulate --plan`."""
     head = {name: getattr(workload, name) for name in _TOML_FIELDS}
     optional = {"memory": workload.memory} if workload.memory is not None else {}
+    optional |= {"planned_activations": workload.planned_activations} if workload.planned_activations else {}
     optional |= {name: False for name in ("split", "stagger") if not getattr(workload, name)}
     optional |= {"early_sends": True} if workload.early_sends else {}
     times = {name: getattr(workload.costs, name) for name in ACTION_TIMES}

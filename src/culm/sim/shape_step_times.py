@@ -24,7 +24,7 @@ from culm.plan.recover.role_assignment import (
     assign_roles,
     stages_without_holder,
 )
-from culm.plan.rent.failure_free_step import PLANNED
+from culm.plan.replan.planned_schedule import PLANNED
 from culm.plan.replan.staggered_period import staggered_period
 from culm.plan.reshape.pipeline_shape import (
     Depths,

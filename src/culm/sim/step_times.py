@@ -11,11 +11,18 @@ from typing import TYPE_CHECKING
 
 from culm.plan import PlanCache
 from culm.plan.recover.role_assignment import RecoveryPolicy, SurvivingCluster, assign_roles, stages_without_holder
-from culm.plan.rent.failure_free_step import MAX_PLANNED_FORWARDS, PLANNED, failure_free_step_s, healthy_plan
+from culm.plan.rent.failure_free_step import (
+    MAX_PLANNED_FORWARDS,
+    failure_free_step_s,
+    healthy_plan,
+    planned_step_shape,
+)
+from culm.plan.replan.planned_schedule import PLANNED, plan_step
 from culm.plan.replan.rebalance_failures import FailuresByStage, optimal_spread, with_failures_by_stage
 from culm.plan.replan.staggered_period import staggered_period
 from culm.plan.replan.step_bound import stage_lower_bound
-from culm.schedule import Costs, Plan, generate_plan, time_plan
+from culm.schedule import Costs, Kind, Plan, generate_plan, time_plan
+from culm.schedule.plan_timing import action_costs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -83,8 +90,9 @@ class StepTimes:
 
     def _rerouted_step_s(self, pipelines: int, lost: FailuresByStage) -> float:
         if not any(lost) and self.workload.planning_costs is None:
-            return failure_free_step_s(self.workload.planning_case(pipelines), self.workload.schedule)
-        if not any(lost) and self.workload.schedule != PLANNED:
+            case, limits = self.workload.planning_case(pipelines), self.workload.planned_activations
+            return failure_free_step_s(case, self.workload.schedule, limits)
+        if not any(lost):
             return self._plan_step_s(self.plan(pipelines, self.workload.micro_batches))
         case = with_failures_by_stage(self.workload.planning_case(pipelines), lost)
         if self.workload.planning_costs is not None:
@@ -96,9 +104,10 @@ class StepTimes:
     def plan(self, pipelines: int, micro_batches: int) -> Plan:
         """The plan with every slot filled: the requested schedule, or the planner's."""
         w = self.workload
+        case = replace(w.planning_case(pipelines), micro_batches=micro_batches, costs=w.planning_costs or w.costs)
         if w.schedule != PLANNED:
-            return healthy_plan(replace(w.planning_case(pipelines), micro_batches=micro_batches), w.schedule)
-        return self._plans.plan_for(replace(w.planning_case(pipelines), micro_batches=micro_batches)).plan
+            return healthy_plan(case, w.schedule)
+        return plan_step(planned_step_shape(case, w.planned_activations)).plan
 
     def _plan_step_s(self, plan: Plan) -> float:
         """Seconds of a step in steady state."""
@@ -127,12 +136,12 @@ class StepTimes:
 
     def one_f_one_b(self, pipelines: int) -> float:
         """Seconds under 1F1B as most systems run it: fused backward, one step after the other."""
-        return self._pipeline_s(self.workload.stages, -(-self.workload.micro_batches // pipelines), 1.0)
+        return self._pipeline_s(pipelines, self.workload.stages, self._micros(pipelines), 1.0)
 
     def at_depth(self, pipelines: int, stages: int, *, as_published: bool) -> float:
         """Seconds at another depth, with the bubbles of 1F1B (`as_published`) or of the workload's schedule."""
         bubble = 1.0 if as_published else self._bubble_share_cached()
-        return self._pipeline_s(stages, -(-self.workload.micro_batches // pipelines), bubble)
+        return self._pipeline_s(pipelines, stages, self._micros(pipelines), bubble)
 
     def unequal_depths(self, workers: int, *, as_published: bool = False) -> tuple[float, tuple[int, ...]]:
         """Seconds and depths if all workers form pipelines whose depths differ by at most one and which share the batch
@@ -178,9 +187,10 @@ class StepTimes:
         w = self.workload
         if w.schedule in ("1f1b", "gpipe"):
             return 1.0
-        full = self._pipeline_s(w.stages, -(-w.micro_batches // w.pipelines), 1.0)
-        none = self._pipeline_s(w.stages, -(-w.micro_batches // w.pipelines), 0.0)
-        planned = failure_free_step_s(replace(w.planning_case(w.pipelines), stagger=False), w.schedule)
+        full = self._pipeline_s(w.pipelines, w.stages, self._micros(w.pipelines), 1.0)
+        none = self._pipeline_s(w.pipelines, w.stages, self._micros(w.pipelines), 0.0)
+        case = replace(w.planning_case(w.pipelines), stagger=False)
+        planned = failure_free_step_s(case, w.schedule, w.planned_activations)
         return min(1.0, max(0.0, (planned - none) / (full - none))) if full > none else 0.0
 
     def _mixed_depths(self, depths: tuple[int, ...]) -> float:
@@ -188,31 +198,48 @@ class StepTimes:
 
     def _balanced_step_s(self, depths: tuple[int, ...], bubble: float) -> float:
         """The shortest time in which the pipelines complete all micro-batches, each running as many as it can."""
-        many = Counter(depths)
+        many, D = Counter(depths), len(depths)
 
         def enough(seconds: float) -> bool:
-            room = sum(count * self._micro_batches_within(depth, seconds, bubble) for depth, count in many.items())
+            room = sum(count * self._micro_batches_within(D, depth, seconds, bubble) for depth, count in many.items())
             return room >= self.workload.micro_batches
 
         tries = range(1, self.workload.micro_batches + 1)
-        least = (bisect_left(tries, True, key=lambda m: enough(self._pipeline_s(d, m, bubble))) + 1 for d in many)
-        return min(self._pipeline_s(depth, m, bubble) for depth, m in zip(many, least, strict=True))
+        least = (bisect_left(tries, True, key=lambda m: enough(self._pipeline_s(D, d, m, bubble))) + 1 for d in many)
+        return min(self._pipeline_s(D, depth, m, bubble) for depth, m in zip(many, least, strict=True))
 
-    def _micro_batches_within(self, depth: int, seconds: float, bubble: float) -> int:
+    def _micro_batches_within(self, pipelines: int, depth: int, seconds: float, bubble: float) -> int:
         """Micro-batches that a pipeline completes within `seconds`."""
-        first, each = self._pipeline_s(depth, 1, bubble), self._stage_s(depth)
+        first, each = self._pipeline_s(pipelines, depth, 1, bubble), self._stage_s(depth)
         return 0 if seconds < first * (1 - 1e-9) else 1 + int((seconds - first) / each + 1e-9)
 
-    def _pipeline_s(self, depth: int, micro: int, bubble: float) -> float:
-        """Seconds of a pipeline that fills, runs `micro` micro-batches and drains."""
+    def _micros(self, pipelines: int) -> int:
+        """Micro-batches of the fullest pipeline."""
+        return -(-self.workload.micro_batches // pipelines)
+
+    def _pipeline_s(self, pipelines: int, depth: int, micro: int, bubble: float) -> float:
+        """Seconds of one of some pipelines that fills, runs `micro` micro-batches and drains."""
         w, each = self.workload, self._stage_s(depth)
-        return micro * each + (depth - 1) * (each * bubble + 2 * w.send_s * bubble) + w.reduce_and_step_s
+        end = self._reduce_and_step_s(pipelines, depth)
+        return micro * each + (depth - 1) * (each * bubble + 2 * w.send_s * bubble) + end
+
+    def _reduce_and_step_s(self, pipelines: int, depth: int) -> float:
+        """Seconds of R and S of the slowest stage. A stage of a shallower pipeline has more parameters to sum and to
+        update, and a holder of D sends 2 (D - 1) / D of the gradient."""
+        w = self.workload
+        price = action_costs(w.costs, w.stages)
+        ring = (1 - 1 / pipelines) / (1 - 1 / w.pipelines) if w.pipelines > 1 else 1.0
+        planned = max(r * ring + s for r, s in zip(price[Kind.R], price[Kind.S], strict=True))
+        return planned * self._largest_share(depth) / self._largest_share(w.stages)
 
     def _stage_s(self, depth: int) -> float:
-        """Seconds of a micro-batch in the slowest stage: layers cannot be split."""
+        """Seconds of a micro-batch in the slowest stage."""
+        return self.workload.micro_batch_s * self._largest_share(depth)
+
+    def _largest_share(self, depth: int) -> float:
+        """The share of the model that the largest of so many stages has: layers cannot be split."""
         layers = self.workload.layers
-        share = -(-layers // depth) / layers if layers else 1 / depth
-        return self.workload.micro_batch_s * share
+        return -(-layers // depth) / layers if layers else 1 / depth
 
     def shadowed(self, pipelines: int) -> float:
         """Seconds with a shadow replica of each stage on its predecessor, which runs forwards ahead only while idle."""
@@ -224,7 +251,7 @@ class StepTimes:
         w, c = self.workload, self.cluster_costs
         base = self.one_f_one_b(pipelines) if as_published else self.healthy(pipelines)
         m = -(-w.micro_batches // pipelines)
-        work = m * w.stage_s + w.reduce_and_step_s
+        work = m * w.stage_s + self._reduce_and_step_s(pipelines, w.stages)
         twice = m * w.stage_s * w.forward_share
         return base * (1 + c.shadow) + max(0.0, twice - c.bubble_use * max(0.0, base - work))
 
@@ -274,4 +301,6 @@ class StepTimes:
             send=w.send_s,
         )
         slow = time_plan(generate_plan("1f1b", pipelines=1, stages=depth - 1, micro_batches=m), doubled).makespan
-        return max(1.0, (slow + w.reduce_and_step_s) / self.at_depth(pipelines, depth, as_published=True))
+        return max(
+            1.0, (slow + self._reduce_and_step_s(pipelines, depth)) / self.at_depth(pipelines, depth, as_published=True)
+        )

@@ -12,7 +12,8 @@ from typing import Any
 
 from culm.errors import UsageError
 from culm.plan import ActivationLimit, PlanCase
-from culm.plan.rent.failure_free_step import ESTIMATED_SCHEDULES, PLANNED, resolve_schedule
+from culm.plan.rent.failure_free_step import ESTIMATED_SCHEDULES, failure_free_step_s, resolve_schedule
+from culm.plan.replan.planned_schedule import PLANNED
 from culm.schedule import Costs, Kind
 from culm.schedule.plan_timing import action_costs, send_costs
 
@@ -43,9 +44,13 @@ class Workload:
     layers: int = 0
     """Number of equal parts into which the model can be cut; 0: no limit."""
     memory: ActivationLimit = None
+    """Limit of live activations in plans around holes."""
     schedule: str = PLANNED
-    """The schedule while every slot is filled: 1f1b, zb or gpipe, as in `culm run --schedule`, or planned: the
-    planner's, with `split`, `stagger` and `memory`. Steps with holes always use the planner's, as a run does."""
+    """The schedule while every slot is filled, as in `culm run --schedule`. Steps with holes always use the planner's,
+    as a run does."""
+    planned_activations: tuple[int, ...] | None = None
+    """By stage: the most activations that a worker may keep under `planned`; None: as many as 1F1B in its first stage,
+    which is what a run allows if all stages are equal."""
     split: bool = True
     stagger: bool = True
     early_sends: bool = False
@@ -128,15 +133,15 @@ class Workload:
         costs = send_costs(self.costs, self.stages)
         return sum(costs) / len(costs) if costs else 0.0
 
-    @cached_property
-    def reduce_and_step_s(self) -> float:
-        """R and S of the slowest stage."""
-        price = action_costs(self.costs, self.stages)
-        return max(r + s for r, s in zip(price[Kind.R], price[Kind.S], strict=True))
-
     def with_schedule(self, schedule: str) -> Workload:
         """The same with another schedule; for "auto" the one with the shortest failure-free step."""
-        return replace(self, schedule=resolve_schedule(self.planning_case(self.pipelines), schedule))
+        case = self.planning_case(self.pipelines)
+        return replace(self, schedule=resolve_schedule(case, schedule, self.planned_activations))
+
+    def failure_free_step_s(self, schedule: str | None = None) -> float:
+        """Seconds of a step of the planned shape with every slot filled, under its schedule or another one."""
+        case = self.planning_case(self.pipelines)
+        return failure_free_step_s(case, schedule or self.schedule, self.planned_activations)
 
     def planning_case(self, pipelines: int) -> PlanCase:
         """The step on this many pipelines with every slot filled."""
@@ -184,6 +189,8 @@ def workload_from_table(table: dict[str, Any], source: str) -> Workload:
         if name not in table:
             raise UsageError(f"{source} has no {name}: add it")
     costs = Costs(**{name: tuple(value) if isinstance(value, list) else value for name, value in times.items()})
+    if isinstance(table.get("planned_activations"), list):
+        table["planned_activations"] = tuple(table["planned_activations"])
     try:
         return Workload(**{"name": Path(source).stem, **table, "costs": costs})
     except TypeError as error:

@@ -108,9 +108,52 @@ def test_gpt2_has_other_names_and_no_gate() -> None:
     assert decoder_model("gpt2", shape).unique_parameters / 1e6 == pytest.approx(124.4, rel=0.01)
 
 
+COUNTED: dict[str, tuple[dict[str, Any], int]] = {
+    "bert": ({"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072,
+              "vocab_size": 30522, "max_position_embeddings": 512, "type_vocab_size": 2}, 109_514_298),
+    "distilbert": ({"dim": 768, "n_layers": 6, "n_heads": 12, "hidden_dim": 3072, "vocab_size": 30522,
+                    "max_position_embeddings": 512, "activation": "gelu"}, 66_985_530),
+    "opt": ({"hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 32, "ffn_dim": 8192,
+             "word_embed_proj_dim": 2048, "vocab_size": 50272, "max_position_embeddings": 2048}, 1_315_758_080),
+    "falcon": ({"hidden_size": 4544, "num_hidden_layers": 32, "num_attention_heads": 71, "vocab_size": 65024,
+                "multi_query": True, "num_kv_heads": 71}, 6_921_720_704),
+    "bloom": ({"hidden_size": 1024, "n_layer": 24, "n_head": 16, "vocab_size": 250880}, 559_214_592),
+    "gptj": ({"n_embd": 4096, "n_layer": 28, "n_head": 16, "n_inner": None, "vocab_size": 50400}, 6_050_882_784),
+    "mpt": ({"d_model": 2048, "n_layers": 24, "n_heads": 16, "vocab_size": 50368}, 1_311_213_568),
+    "starcoder2": ({"hidden_size": 3072, "num_hidden_layers": 30, "num_attention_heads": 24, "num_key_value_heads": 2,
+                    "intermediate_size": 12288, "vocab_size": 49152}, 3_030_371_328),
+    "llama4_text": ({"hidden_size": 5120, "num_hidden_layers": 48, "num_attention_heads": 40, "head_dim": 128,
+                     "num_key_value_heads": 8, "intermediate_size": 8192, "intermediate_size_mlp": 16384,
+                     "num_local_experts": 16, "num_experts_per_tok": 1, "vocab_size": 202048}, 107_769_861_120),
+}  # fmt: skip
+"""Configs as on the hub, and the parameters that transformers counts for them."""
+
+
+@pytest.mark.parametrize("kind", COUNTED)
+def test_other_architectures_have_the_parameters_that_transformers_counts(kind: str) -> None:
+    fields, parameters = COUNTED[kind]
+    model = decoder_model(kind, shape_from_config({"model_type": kind, **fields}))
+    assert model.unique_parameters == pytest.approx(parameters, rel=0.01)
+    assert "counted as" not in model.note
+
+
+def test_an_unknown_architecture_is_counted_by_its_activation_and_says_so() -> None:
+    fields = CONFIGS["llama-3-8b"] | {"model_type": "new"}
+    gated, plain = (shape_from_config(fields | {"hidden_act": name}) for name in ("silu", "gelu"))
+    assert gated.gated
+    assert not plain.gated
+    assert "model_type new: counted as a decoder like Llama" in decoder_model("new", gated).note
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
+        ({"model_type": "albert"}, "layers that share their weights: measure it with --profile"),
+        ({"model_type": "jamba"}, "other layers than attention and MLP"),
+        ({"layer_types": ["conv", "full_attention"]}, "layers of type conv"),
+        ({"embedding_size": 128}, "has embedding_size 128, not 4096 as its layers"),
+        ({"num_key_value_heads": 5}, "kv_heads is 5: use a divisor of heads (32)"),
+        ({"tie_word_embeddings": "no"}, "has tie_word_embeddings 'no': use true or false"),
         ({"hidden_size": None}, "has no hidden_size: only decoder models can be planned"),
         ({"num_hidden_layers": "many"}, "has num_hidden_layers 'many': use a whole number"),
         ({"num_hidden_layers": 0}, "DecoderShape.layers is 0"),

@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from culm.plan import LayerCost, PlanCase, plan_greedy, step_lower_bound
+from culm.plan import LayerCost, PlanCase, step_lower_bound
 from culm.plan.model.shape_search import DEFAULT_BANDWIDTH
 from culm.plan.rent.failure_free_step import ESTIMATED_SCHEDULES, failure_free_step_s, healthy_plan, resolve_schedule
 from culm.plan.rent.link_costs import NodeLinks, stage_costs
+from culm.plan.replan.planned_schedule import StepShape, plan_step
 from culm.plan.replan.staggered_period import staggered_period
 from culm.plan.reshape.run_schedule import ScheduledStep, make_run_plan, predicted_step_s
 from culm.schedule import Costs, generate_plan
@@ -27,9 +28,33 @@ from culm.strategies.registry import get as get_strategy
 THIRD = Costs(forward=1.0, input=1.0, weight=1.0)
 
 
-def test_the_planned_step_is_that_of_the_planner() -> None:
-    case = PlanCase(pipelines=3, stages=4, micro_batches=18, costs=THIRD)
-    assert failure_free_step_s(case) == plan_greedy(case).step_time
+@given(
+    stages=st.integers(1, 5),
+    micros=st.integers(1, 12),
+    times=st.lists(st.floats(0.1, 1.0), min_size=5, max_size=5),
+    room=st.integers(0, 3),
+    split=st.floats(0.0, 0.3),
+    stagger=st.booleans(),
+)
+def test_the_planned_step_is_that_of_a_run(
+    stages: int, micros: int, times: list[float], room: int, split: float, stagger: bool
+) -> None:
+    """`culm plan` and the simulator predict what the runtime would choose, within the same limits of activations."""
+    costs = Costs(forward=tuple(times[:stages]), input=0.3, weight=0.2, reduce=0.1, step=0.1, split=split)
+    limits = tuple(stages - stage + room for stage in range(stages))
+    shape = StepShape(
+        pipelines=2, stages=stages, micro_batches=2 * micros, costs=costs, max_activations=limits, staggered=stagger
+    )
+    case = PlanCase(pipelines=2, stages=stages, micro_batches=2 * micros, costs=costs, stagger=stagger)
+    assert failure_free_step_s(case, "planned", limits) == pytest.approx(plan_step(shape).step_s, rel=0.01)
+
+
+def test_a_planned_step_is_never_longer_than_one_of_a_simpler_schedule_within_the_same_memory() -> None:
+    case = PlanCase(pipelines=4, stages=12, micro_batches=4 * 32, costs=THIRD)
+    planned, simple, split = (failure_free_step_s(case, name) for name in ("planned", "1f1b", "zb"))
+    assert planned <= min(simple, split)
+    plenty = failure_free_step_s(case, "planned", (24,) * 12)
+    assert plenty == pytest.approx(32 * 3.0), "with room for twice as many activations there is no bubble"
 
 
 def test_1f1b_takes_its_closed_form() -> None:
@@ -55,7 +80,9 @@ def test_long_steps_are_extrapolated_within_half_a_percent(
 def test_auto_is_the_fastest_schedule_and_none_beats_the_bound() -> None:
     case = PlanCase(pipelines=2, stages=4, micro_batches=16, costs=THIRD)
     seconds = {name: failure_free_step_s(case, name) for name in ESTIMATED_SCHEDULES}
-    assert seconds[resolve_schedule(case, "auto")] == min(seconds.values())
+    assert resolve_schedule(case, "auto") == "planned"
+    assert seconds["planned"] == min(seconds.values())
+    assert resolve_schedule(replace(case, stages=1), "auto") == "1f1b", "a gain of 2 % at least, as in a run"
     assert all(found >= step_lower_bound(case) for found in seconds.values())
     assert resolve_schedule(case, "zb") == "zb"
 

@@ -36,8 +36,6 @@ from culm.plan.rent.rental_options import InstanceOffer, RentalOption, RentalOpt
 from culm.plan.rent.strategy_goodput import PreemptionRisk
 from culm.plan.replan.cp_sat_planner import DEFAULT_TIME_LIMIT_S, plan_optimal
 from culm.schedule import Costs, render_svg, render_text, time_plan
-from culm.strategies import registry
-from culm.strategies.strategy import Strategy
 from culm.text_format import count_noun, format_bytes
 
 
@@ -128,7 +126,7 @@ def plan(
                 recompute=recompute,
                 preemption_rate=preemption_rate(rate, losses),
                 on_demand=on_demand,
-                strategies=_strategies(strategy),
+                strategies=plan_inputs.considered_strategies(strategy),
                 schedule=parse_schedule(schedule) or default_schedule(),
                 pipelines=pipelines,
                 stages=stages,
@@ -153,7 +151,7 @@ def plan(
             budget_usd_per_h=plan_inputs.parse_budget(budget),
             pipelines=pipelines,
             stages=stages,
-            strategies=_strategies(strategy),
+            strategies=plan_inputs.considered_strategies(strategy),
             risk=PreemptionRisk(preemption_rate=0.0 if on_demand or machine is None else preemption_rate(rate, losses)),
         )
         options, query, notes = plan_inputs.find_options_or_recompute(inputs, query, offer)
@@ -169,10 +167,6 @@ def plan(
             show.print_choices(
                 options, query, offer, about, plan_output.plan_toml(options.table[0], inputs.name, query, offer)
             )
-
-
-def _strategies(names: list[str] | None) -> Sequence[Strategy]:
-    return [registry.get(name) for name in names] if names else registry.by_preference()
 
 
 @dataclass(frozen=True)

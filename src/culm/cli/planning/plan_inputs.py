@@ -21,9 +21,12 @@ from culm.plan.model.reference_models import decoder_model, find_model
 from culm.plan.model.shape_search import DEFAULT_BANDWIDTH
 from culm.plan.rent import rental_options
 from culm.plan.rent.rental_options import InstanceOffer, RentalOptions, RentalQuery
+from culm.strategies import registry
+from culm.strategies.auto import AutoStrategy
+from culm.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from culm.market.catalogue import PricedInstance
     from culm.plan.model.reference_models import ReferenceModel
@@ -204,6 +207,28 @@ def _from_job(file: str) -> PlanInputs:
     return PlanInputs(
         Path(file.partition(":")[0]).stem, {profile.micro_batch: profile}, job.global_batch, ("profiled here",)
     )
+
+
+def considered_strategies(names: Sequence[str] | None) -> Sequence[Strategy]:
+    """The strategies that a plan chooses from: those named, or all. `auto` considers all of them.
+
+    Raises UsageError for an unknown name, and for a strategy that gives no estimate.
+    """
+    if not names or AutoStrategy.name in names:
+        return registry.by_preference()
+    found = [registry.get(name) for name in names]
+    for strategy in found:
+        if not has_estimate(strategy):
+            raise UsageError(
+                f"--strategy {strategy.name} gives no estimate to plan with: compare it with culm simulate --strategy "
+                f"{strategy.name}, or leave it out"
+            )
+    return found
+
+
+def has_estimate(strategy: Strategy) -> bool:
+    """Whether a plan can estimate the goodput of a strategy."""
+    return type(strategy).estimate is not Strategy.estimate
 
 
 def parse_budget(text: str | None) -> float:

@@ -34,18 +34,20 @@ from culm.market.trace_generator import PRESETS, MarketModel, generate_trace
 from culm.market.trace_limit import limit_nodes
 from culm.market.trace_reader import read_trace
 from culm.market.trace_statistics import mean_node_count
-from culm.plan.rent.failure_free_step import failure_free_step_s
 from culm.plan.rent.fleet_decision import FleetLimits
 from culm.plan.rent.rental_options import RentalQuery
+from culm.plan.rent.strategy_goodput import PreemptionRisk
 from culm.sim.cluster_costs import ClusterCosts
 from culm.sim.compare_strategies import NodePrice, StrategyOutcome, parse_strategy_names
 from culm.sim.compare_strategies import simulate as study
+from culm.sim.paper_strategies import ON_DEMAND, PUBLISHED_STRATEGIES
 from culm.sim.planned_workload import planned_workload
 from culm.sim.published_workload import PUBLISHED_SPEEDS, published_workload
 from culm.sim.run_charts import chart_outcomes
 from culm.sim.simulated_strategy import SimulationContext
 from culm.sim.workload import Workload, read_workload
 from culm.strategies import registry
+from culm.strategies.strategy import Strategy
 from culm.text_format import count_noun
 
 DEFAULT_MODEL, DEFAULT_NODES = "bert-large", 32
@@ -103,7 +105,7 @@ def simulate(
         if deadline is None and (budget is not None or samples is not None):
             raise UsageError("--budget and --samples need --deadline TIME: add it, as in --deadline 48h")
         names = parse_strategy_names(strategy if deadline is None or strategy != "all" else "auto")
-        request = _WorkloadRequest(plan, model, instance, nodes, parse_schedule(schedule), prices, on)
+        request = _WorkloadRequest(plan, model, instance, nodes, parse_schedule(schedule), prices, on, tuple(names))
         workload = request.load()
         cluster_costs = parse_charges(set_ or [])
         machine = _find_machine(workload, instance, on, prices)
@@ -178,6 +180,8 @@ class _WorkloadRequest:
     schedule: str | None
     prices: Path | None
     on: str | None
+    compared: tuple[str, ...]
+    """Names of the compared strategies."""
 
     def load(self) -> Workload:
         """The plan's workload; or that of a model: its published measurement if there is one and nothing else is
@@ -201,9 +205,10 @@ class _WorkloadRequest:
         return self._planned(self.instance, DEFAULT_NODES)
 
     def _planned(self, instance: str, nodes: int) -> Workload:
-        """The best row of `culm plan --model --instance --nodes`."""
+        """The best row of `culm plan --model --instance --nodes` for the compared strategies."""
         machine = plan_inputs.find_machine(instance, self.prices, self.on)
-        offer = plan_inputs.node_offer(machine, spot=True)
+        on_demand = self.compared == (ON_DEMAND,)
+        offer = plan_inputs.node_offer(machine, spot=not on_demand)
         inputs = plan_inputs.load_plan_inputs(
             plan_inputs.ModelSource(None, self.model, None),
             plan_inputs.BatchSizes(None, None, None),
@@ -216,11 +221,19 @@ class _WorkloadRequest:
             profiles=inputs.profiles,
             global_batch=inputs.batch,
             node_range=(nodes, nodes),
-            strategies=registry.by_preference(),
+            strategies=self._planned_strategies(),
+            risk=PreemptionRisk(preemption_rate=0.0) if on_demand else PreemptionRisk(),
             schedule=self.schedule or default_schedule(),
         )
         options, used, _ = plan_inputs.find_options_or_recompute(inputs, query, offer)
         return planned_workload(options.table[0], inputs.name, used, offer)
+
+    def _planned_strategies(self) -> Sequence[Strategy]:
+        """Those of the compared strategies that a plan can estimate, or all if it can estimate none of them."""
+        own = [name for name in self.compared if name not in PUBLISHED_STRATEGIES]
+        return plan_inputs.considered_strategies(
+            [name for name in own if name == "auto" or plan_inputs.has_estimate(registry.get(name))]
+        )
 
 
 def _is_known_model(name: str) -> bool:
@@ -349,17 +362,13 @@ def _fleet_json(workload: Workload, price: NodePrice) -> dict[str, Any]:
         "workers": workload.workers,
         "cost_per_h": workload.nodes * price.spot,
         "schedule_name": workload.schedule,
-        "step_s": _step_s(workload, workload.schedule),
-        "step_s_by_schedule": {name: _step_s(workload, name) for name in _COMPARED_SCHEDULES},
+        "step_s": workload.failure_free_step_s(),
+        "step_s_by_schedule": {name: workload.failure_free_step_s(name) for name in _COMPARED_SCHEDULES},
         "ideal_goodput": workload.ideal_samples_per_s,
     }
 
 
 _COMPARED_SCHEDULES = ("planned", "zb", "1f1b")
-
-
-def _step_s(workload: Workload, schedule: str) -> float:
-    return failure_free_step_s(workload.planning_case(workload.pipelines), schedule)
 
 
 def _find_machine(workload: Workload, instance: str | None, on: str | None, prices: Path | None) -> PricedInstance:
@@ -425,8 +434,8 @@ def _print_outcomes(
 
 def _schedule_line(workload: Workload) -> str:
     """What the schedule is worth without losses: the strategies differ only in what they make of losses."""
-    speeds = {name: workload.samples / _step_s(workload, name) for name in _COMPARED_SCHEDULES}
-    calm = workload.samples / _step_s(workload, workload.schedule)
+    speeds = {name: workload.samples / workload.failure_free_step_s(name) for name in _COMPARED_SCHEDULES}
+    calm = workload.samples / workload.failure_free_step_s()
     others = ", ".join(
         f"{name} {speed:.4g} ({speed / calm - 1:+.1%})" for name, speed in speeds.items() if name != workload.schedule
     )
@@ -436,7 +445,7 @@ def _schedule_line(workload: Workload) -> str:
 def _shares(outcome: StrategyOutcome, workload: Workload) -> dict[str, float]:
     """Goodput as a share of the same schedule without losses, and of the ideal: no bubble, no loss, no message."""
     goodput = outcome.goodput.value
-    calm = workload.samples / _step_s(workload, workload.schedule)
+    calm = workload.samples / workload.failure_free_step_s()
     return {"of_calm": goodput / calm, "of_ideal": goodput / workload.ideal_samples_per_s}
 
 

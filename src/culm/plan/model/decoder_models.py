@@ -7,7 +7,7 @@ DeepSeek's latent attention. Counts follow the published implementations; nothin
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,10 @@ class DecoderShape:
     dense_layers: int = 0
     """First layers of a mixture-of-experts model with a dense MLP."""
     latent: LatentAttention | None = None
+    learned_positions: int = 0
+    """Rows of the tables of positions and token types, which are added to the embedding."""
+    assumption: str = ""
+    """What is not known of the model and was assumed; empty: nothing."""
 
     def __post_init__(self) -> None:
         for name in ("hidden", "layers", "heads", "kv_heads", "mlp", "vocabulary", "sequence"):
@@ -72,6 +76,10 @@ class DecoderShape:
             raise PlanError(
                 f"DecoderShape.experts_per_token is {self.experts_per_token}: use a number from 1 to {self.experts}"
             )
+        if self.heads % self.kv_heads:
+            raise PlanError(f"DecoderShape.kv_heads is {self.kv_heads}: use a divisor of heads ({self.heads})")
+        if self.dense_layers > self.layers:
+            raise PlanError(f"DecoderShape.dense_layers is {self.dense_layers}: use at most {self.layers}, its layers")
 
     @property
     def tied_parameters(self) -> int:
@@ -82,7 +90,11 @@ class DecoderShape:
         """Embedding, blocks and head."""
         token = float(self.sequence * self.hidden)
         embedding = LayerCounts(
-            "embedding", self.vocabulary * self.hidden, flop=0.0, saved_values=token, output_values=token
+            "embedding",
+            (self.vocabulary + self.learned_positions) * self.hidden,
+            flop=0.0,
+            saved_values=token,
+            output_values=token,
         )
         dense, routed = self._block(routed=False), self._block(routed=True)
         first = self.dense_layers if self.experts else self.layers
@@ -171,38 +183,124 @@ def _config_name(fields: dict[str, Any], file: Path) -> str:
 def shape_from_config(fields: dict[str, Any], source: str = "config.json") -> DecoderShape:
     """The shape that a decoded config.json describes. Raises PlanError, with the field, if it is not complete."""
     config = _Config(fields, source)
-    if config.flag("is_encoder_decoder"):
-        raise PlanError(f"{source} is an encoder-decoder: only decoders can be planned; use --profile")
-    kind = str(fields.get("model_type", ""))
-    hidden, heads = config.integer("hidden_size", "n_embd"), config.integer("num_attention_heads", "n_head")
+    kind = str(fields.get("model_type") or "")
+    _check_kind(config, kind)
+    hidden, heads = config.integer(*_HIDDEN), config.integer(*_HEADS)
     experts = config.integer("num_local_experts", "num_experts", "n_routed_experts", default=0)
     expert_mlp = config.integer("moe_intermediate_size", default=0) if experts else 0
-    mlp = config.integer("intermediate_size", "n_inner", default=4 * hidden if kind == "gpt2" else None)
-    return DecoderShape(
+    mlp = config.integer(*_MLP, default=4 * hidden if kind in _PLAIN_MLP else None)
+    layers = config.integer(*_LAYERS)
+    shape = DecoderShape(
         hidden=hidden,
-        layers=config.integer("num_hidden_layers", "n_layer"),
+        layers=layers,
         heads=heads,
-        kv_heads=config.integer("num_key_value_heads", default=heads),
+        kv_heads=_kv_heads(config, heads),
         head_width=config.integer("head_dim", default=0),
         mlp=mlp,
         vocabulary=config.integer("vocab_size"),
-        sequence=min(DEFAULT_SEQUENCE, config.integer("max_position_embeddings", "n_positions", default=2**30)),
+        sequence=min(DEFAULT_SEQUENCE, config.integer(*_POSITIONS, default=2**30)),
+        learned_positions=_learned_positions(config, kind),
         tied=config.flag("tie_word_embeddings", default=kind in _TIED_BY_DEFAULT),
         qkv_bias=config.flag("attention_bias", default=kind in _BIASED_ATTENTION),
         qk_norm=kind.startswith("qwen3"),
-        gated=kind not in _PLAIN_MLP,
+        gated=_has_gate(config, kind),
         experts=experts,
         experts_per_token=config.integer("num_experts_per_tok", default=0 if not experts else None),
         expert_mlp=expert_mlp,
         shared_expert_mlp=_shared_expert_width(config, expert_mlp) if experts else 0,
-        dense_layers=config.integer("first_k_dense_replace", default=0) if experts else 0,
+        dense_layers=_dense_layers(config, layers) if experts else 0,
         latent=_latent_from_config(config),
+        assumption="" if kind in _KNOWN_KINDS else f"model_type {kind or 'missing'}: counted as a decoder like Llama",
     )
+    if experts and kind.startswith("llama4"):  # its experts have the width of the MLP, and one of them is shared
+        dense = config.integer("intermediate_size_mlp", default=mlp)
+        return replace(shape, mlp=dense, expert_mlp=mlp, shared_expert_mlp=mlp)
+    return shape
 
 
-_TIED_BY_DEFAULT = ("gpt2", "gemma", "gemma2", "gemma3_text", "opt")
-_BIASED_ATTENTION = ("qwen2", "qwen2_moe", "gpt2", "gpt_neox", "opt")
-_PLAIN_MLP = ("gpt2", "gpt_neox", "opt", "falcon", "phi", "gpt_bigcode")
+_HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
+_MLP = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "hidden_dim")
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+"""Names of the same figure in the configs of different models."""
+
+_LEARNED_POSITIONS = (
+    "gpt2", "gpt_bigcode", "gpt_neo", "opt", "biogpt", "bert", "roberta", "xlm-roberta", "camembert", "distilbert",
+)  # fmt: skip
+_ENCODERS = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "deberta-v2")
+_PLAIN_MLP = (
+    *_LEARNED_POSITIONS, *_ENCODERS, "gpt_neox", "gptj", "codegen", "falcon", "bloom", "mpt", "phi", "starcoder2",
+    "persimmon", "nemotron", "xglm",
+)  # fmt: skip
+"""Models whose MLP has two matrices; their width is four times the hidden size unless the config names another."""
+_GATED_MLP = (
+    "llama", "llama4", "llama4_text", "mistral", "mistral3", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
+    "qwen3_next", "gemma", "gemma2", "gemma3", "gemma3_text", "phi3", "phimoe", "deepseek", "deepseek_v2",
+    "deepseek_v3", "olmo", "olmo2", "olmo3", "olmoe", "cohere", "cohere2", "granite", "granitemoe", "glm", "glm4",
+    "glm4_moe", "smollm3", "stablelm", "ernie4_5", "exaone4", "gpt_oss", "minimax", "seed_oss", "modernbert",
+)  # fmt: skip
+_KNOWN_KINDS = frozenset((*_PLAIN_MLP, *_GATED_MLP))
+_TIED_BY_DEFAULT = (
+    *_LEARNED_POSITIONS, *_ENCODERS, "gemma", "gemma2", "gemma3", "gemma3_text", "falcon", "bloom", "mpt", "starcoder2",
+    "xglm", "cohere", "cohere2", "smollm3", "modernbert",
+)  # fmt: skip
+_BIASED_ATTENTION = (
+    "qwen2", "qwen2_moe", "gpt2", "gpt_neox", "opt", "bloom", "phi", "starcoder2", "xglm", "biogpt", *_ENCODERS,
+)  # fmt: skip
+_OTHER_LAYERS = (
+    "mamba", "mamba2", "falcon_mamba", "jamba", "zamba", "zamba2", "bamba", "rwkv", "recurrent_gemma", "nemotron_h",
+    "granitemoehybrid", "lfm2", "xlstm", "albert",
+)  # fmt: skip
+"""Models with layers that are not an attention and an MLP, or that share their weights."""
+
+
+def _check_kind(config: _Config, kind: str) -> None:
+    """Raise PlanError for a model whose layers these counts do not describe."""
+    if config.flag("is_encoder_decoder"):
+        raise PlanError(f"{config.source} is an encoder-decoder: only decoders can be planned; use --profile")
+    types = config.fields.get("layer_types") or ()
+    others = sorted({str(each) for each in types if not str(each).endswith("attention")})
+    if kind in _OTHER_LAYERS or others:
+        what = f"layers of type {', '.join(others)}" if others else "other layers than attention and MLP"
+        what = "layers that share their weights" if kind == "albert" else what
+        raise PlanError(f"{config.source} has model_type {kind!r}, with {what}: measure it with --profile")
+    hidden = config.integer(*_HIDDEN)
+    for name in ("embedding_size", "word_embed_proj_dim"):
+        if (given := config.integer(name, default=hidden)) != hidden:
+            raise PlanError(
+                f"{config.source} has {name} {given}, not {hidden} as its layers: measure it with --profile"
+            )
+
+
+def _kv_heads(config: _Config, heads: int) -> int:
+    if config.flag("multi_query") and not config.flag("new_decoder_architecture"):
+        return 1
+    return config.integer("num_key_value_heads", "num_kv_heads", default=heads)
+
+
+def _learned_positions(config: _Config, kind: str) -> int:
+    """Rows of the tables of positions and token types."""
+    if kind not in _LEARNED_POSITIONS:
+        return 0
+    return config.integer(*_POSITIONS, default=0) + config.integer("type_vocab_size", default=0)
+
+
+def _has_gate(config: _Config, kind: str) -> bool:
+    """Whether the MLP has three matrices. That of an unknown model has if its activation is SiLU, as in SwiGLU."""
+    if kind in _KNOWN_KINDS:
+        return kind in _GATED_MLP
+    names = ("hidden_act", "hidden_activation", "activation_function", "activation")
+    activation = next((config.fields[name] for name in names if config.fields.get(name)), "silu")
+    return str(activation).lower() in ("silu", "swish", "swiglu")
+
+
+def _dense_layers(config: _Config, layers: int) -> int:
+    """Layers with a dense MLP: the first ones, or every other one."""
+    alone = config.fields.get("mlp_only_layers")
+    given = config.integer("first_k_dense_replace", default=len(alone) if isinstance(alone, list) else 0)
+    every = config.integer("interleave_moe_layer_step", "decoder_sparse_step", default=1)
+    return given or layers - layers // max(1, every)
 
 
 def _shared_expert_width(config: _Config, expert_mlp: int) -> int:
@@ -245,7 +343,9 @@ class _Config:
 
     def flag(self, name: str, default: bool = False) -> bool:
         value = self.fields.get(name)
-        return default if value is None else bool(value)
+        if value is not None and not isinstance(value, bool):
+            raise PlanError(f"{self.source} has {name} {value!r}: use true or false")
+        return default if value is None else value
 
 
 def _llama(hidden: int, layers: int, heads: int, mlp: int, *, tied: bool = False) -> DecoderShape:

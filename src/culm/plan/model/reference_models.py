@@ -249,7 +249,7 @@ def _gpt3(name: str, layers: int, hidden: int, batch: int) -> ReferenceModel:
 
 def decoder_model(name: str, shape: DecoderShape, *, global_batch: int = DEFAULT_GLOBAL_BATCH) -> ReferenceModel:
     """The model of a decoder's shape."""
-    note = f"sequences of {shape.sequence:,} tokens"
+    note = f"sequences of {shape.sequence:,} tokens{'; ' if shape.assumption else ''}{shape.assumption}"
     model = ReferenceModel(
         name,
         shape.layer_counts(),

@@ -14,12 +14,14 @@ from culm.errors import PlanError
 from culm.plan.model.accelerators import ACCELERATORS, USABLE_MEMORY_SHARE
 from culm.plan.model.early_grad_send import knows_split_overhead
 from culm.plan.model.layer_partition import Cuts, find_cuts, in_flight_1f1b, segment_layer_ranges
-from culm.plan.rent.failure_free_step import PLANNED, failure_free_step_s, resolve_schedule
+from culm.plan.rent.failure_free_step import AUTO, failure_free_step_s, resolve_schedule
 from culm.plan.rent.link_costs import NodeLinks, stage_costs
 from culm.plan.rent.memory_model import WorkerMemory, fullest_worker, with_overhead
 from culm.plan.rent.strategy_goodput import EstimatedStrategy, GoodputInputs, PreemptionRisk, StrategyGoodput
 from culm.plan.replan.plan_case import PlanCase
+from culm.plan.replan.planned_schedule import PLANNED
 from culm.plan.replan.step_bound import step_lower_bound
+from culm.plan.reshape.segment_costs import capacities_of_1f1b
 from culm.text_format import count_noun, format_bytes
 
 if TYPE_CHECKING:
@@ -95,6 +97,8 @@ class RentalOption:
     """A shape with its strategy, expected goodput and cost."""
 
     case: PlanCase
+    limits: tuple[int, ...]
+    """By stage: the most activations that a run keeps under `planned`."""
     cuts: Cuts
     micro_batch: int
     nodes: int
@@ -195,10 +199,12 @@ class _ShapeDraft:
     cuts: Cuts
     micro_batch: int
     nodes: int
+    limits: tuple[int, ...]
+    """By stage: the most activations that a run keeps under `planned`: no more memory than 1F1B needs."""
 
     @cached_property
     def least_step_s(self) -> float:
-        return step_lower_bound(self.case)
+        return step_lower_bound(replace(self.case, memory=self.limits))
 
     def usd_per_h(self, offer: InstanceOffer) -> float:
         return self.nodes * offer.usd_per_h
@@ -249,7 +255,8 @@ def _shapes_in_space(space: _ShapeSpace) -> tuple[_ShapeDraft, ...]:
             for D in _candidate_pipeline_counts(space, P, low, high, M):
                 cuts = cut(min(P, -(-M // D)))
                 if cuts is not None:
-                    found.append(_make_draft(capped, cuts, profile.micro_batch, D, M, space))
+                    limits = tuple(capacities_of_1f1b(profile.layers, cuts, -(-M // D)))
+                    found.append(_make_draft(capped, cuts, profile.micro_batch, D, M, space, limits))
     return tuple(found)
 
 
@@ -273,7 +280,13 @@ def _cut_layers(layers: tuple[LayerCost, ...], stages: int, micro: int, memory: 
 
 
 def _make_draft(
-    layers: tuple[LayerCost, ...], cuts: Cuts, micro_batch: int, D: int, M: int, space: _ShapeSpace
+    layers: tuple[LayerCost, ...],
+    cuts: Cuts,
+    micro_batch: int,
+    D: int,
+    M: int,
+    space: _ShapeSpace,
+    limits: tuple[int, ...],
 ) -> _ShapeDraft:
     """`layers` are those with the overhead of the strategy that keeps most, which limits the live activations."""
     segments = _cut_segments(layers, cuts)
@@ -288,7 +301,7 @@ def _make_draft(
         memory=_activation_limit(resident, activation, space.memory, P, m),
         early_sends=knows_split_overhead(layers),
     )
-    return _ShapeDraft(case, cuts, micro_batch, -(-D * P // space.links.workers))
+    return _ShapeDraft(case, cuts, micro_batch, -(-D * P // space.links.workers), limits)
 
 
 def _cut_segments(layers: tuple[LayerCost, ...], cuts: Cuts) -> list[tuple[LayerCost, ...]]:
@@ -320,15 +333,18 @@ def _most_promising(drafts: list[_ShapeDraft], many: int) -> list[_ShapeDraft]:
 
 def _is_slower(draft: _ShapeDraft, query: RentalQuery, goodput: float) -> bool:
     """Whether the lower bound of its steps shows that a shape reaches no more than this goodput."""
-    least_s = draft.least_step_s
-    if query.schedule == "1f1b" and not draft.case.early_sends:
+    if query.schedule in (PLANNED, AUTO):
+        least_s = draft.least_step_s
+    elif query.schedule == "1f1b" and not draft.case.early_sends:
         least_s = step_lower_bound(replace(draft.case, split=False, memory="1f1b"))
+    else:
+        least_s = step_lower_bound(replace(draft.case, memory=None))
     return query.global_batch / least_s * (1 + 1e-9) < goodput
 
 
 def _make_option(draft: _ShapeDraft, query: RentalQuery, offer: InstanceOffer) -> RentalOption | None:
-    schedule = resolve_schedule(draft.case, query.schedule)
-    healthy_s = failure_free_step_s(draft.case, schedule)
+    schedule = resolve_schedule(draft.case, query.schedule, draft.limits)
+    healthy_s = failure_free_step_s(draft.case, schedule, draft.limits)
     best = _best_strategy(draft, healthy_s, query, offer)
     if best is None:
         return None
@@ -336,6 +352,7 @@ def _make_option(draft: _ShapeDraft, query: RentalQuery, offer: InstanceOffer) -
     layers = query.profiles[draft.micro_batch].layers
     return RentalOption(
         case=draft.case,
+        limits=draft.limits,
         cuts=draft.cuts,
         micro_batch=draft.micro_batch,
         nodes=draft.nodes,

@@ -8,13 +8,16 @@ from functools import cached_property
 from culm.plan.model.early_grad_send import send_gradients_early
 from culm.plan.model.layer_partition import Cuts
 from culm.plan.model.model_profile import LayerCost
-from culm.plan.replan.planned_schedule import PLANNED, StepShape, bubble_free_step_s, plan_step, predict_step_s
+from culm.plan.replan.planned_schedule import (
+    MIN_AUTO_GAIN,
+    PLANNED,
+    StepShape,
+    bubble_free_step_s,
+    plan_step,
+    predict_step_s,
+)
 from culm.plan.reshape.segment_costs import activation_capacities, capacities_of_1f1b, plan_costs, split_overheads
 from culm.schedule import Costs, Plan, generate_plan
-
-MIN_AUTO_GAIN = 0.02
-"""`auto` leaves 1F1B only for a schedule whose predicted step is shorter by more than this share. Predictions from a
-profile are no more accurate than that, and 1F1B keeps the fewest activations."""
 
 
 @dataclass(frozen=True, kw_only=True)

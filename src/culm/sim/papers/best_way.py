@@ -11,7 +11,6 @@ from culm.market.catalogue import load_catalogue
 from culm.market.market_trace import MarketTrace
 from culm.market.trace_generator import PRESETS, generate_trace
 from culm.market.trace_reader import read_trace
-from culm.plan.rent.failure_free_step import failure_free_step_s
 from culm.schedule import Costs
 from culm.sim.analytic_workload import analytic_workload
 from culm.sim.cluster_costs import ClusterCosts
@@ -58,8 +57,7 @@ class PoolAnswer:
 
     def calm_samples_per_s(self, schedule: str) -> float:
         """The speed of the shape without losses, under a schedule."""
-        case = self.workload.planning_case(self.workload.pipelines)
-        return self.workload.samples / failure_free_step_s(case, schedule)
+        return self.workload.samples / self.workload.failure_free_step_s(schedule)
 
     def strategies_by_cost(self, price: NodePrice) -> list[str]:
         return sorted(self.outcomes, key=lambda name: self.usd_per_million(name, price))
