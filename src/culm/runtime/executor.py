@@ -21,6 +21,7 @@ from culm.runtime.compute.batch_loading import (
     SampleDigests,
     expected_samples,
 )
+from culm.runtime.compute.device import activate_device
 from culm.runtime.launched_actions import LaunchedAction
 from culm.schedule import Kind
 from culm.schedule.action import WEIGHT_GRAD_KINDS
@@ -183,7 +184,7 @@ class Executor:
             return self._forward(step, micro, op, inputs)
         self._compiled_segments.append(op.segment)
         self._compiling = True
-        running = asyncio.ensure_future(self._clock.run_in_thread(self._forward, step, micro, op, inputs))
+        running = asyncio.ensure_future(self._clock.run_in_thread(self._forward_in_thread, step, micro, op, inputs))
         running.add_done_callback(lambda task: task.cancelled() or task.exception())  # a cancelled caller reads neither
         try:
             return await asyncio.shield(running)
@@ -242,6 +243,10 @@ class Executor:
 
     def _record_wait(self, name: str, seconds: float) -> None:
         self._wait_history.setdefault(name, collections.deque(maxlen=_WAIT_HISTORY_STEPS)).append(seconds)
+
+    def _forward_in_thread(self, step: int, micro: int, op: CompiledOp, inputs: Activations) -> Activations:
+        activate_device(self._state.device)
+        return self._forward(step, micro, op, inputs)
 
     def _forward(self, step: int, micro: int, op: CompiledOp, inputs: Activations) -> Activations:
         target, samples = None, NO_SAMPLES

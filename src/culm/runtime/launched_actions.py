@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 MAX_LAUNCHED = 2
 """Actions that may be launched beyond what is complete: enough to keep the device busy, few enough to halt quickly."""
 
+_TURNS_TO_SEND = 3
+"""Turns of the event loop between the end of a wait for an event, in a thread, and the sending of its output."""
+
 
 @dataclass(slots=True, eq=False)
 class LaunchedAction:
@@ -71,7 +74,10 @@ class LaunchedActions:
         self._last_completed_at = 0.0
 
     async def wait_for_room(self) -> None:
-        """Wait until another action may be launched. Raises what the completion of an earlier one raised."""
+        """Wait until another action may be launched. Raises what the completion of an earlier one raised. Outputs that
+        are complete are sent first: other workers wait for them, and a launch takes milliseconds."""
+        for _ in range(_TURNS_TO_SEND):
+            await asyncio.sleep(0)
         await self._wait_until_below(MAX_LAUNCHED)
         await self._copies.make_room(self._evict, self._transport.release_sent_frames)
 

@@ -89,7 +89,8 @@ class Transport(FrameSource, Protocol):
         other thread needs to read small frames for it."""
 
     def set_frame_memory(self, allocate: FrameMemory) -> None:
-        """Receive frames in memory that `allocate` returns, which a device can reach quickly."""
+        """Receive frames in memory that `allocate` returns, which a device can reach quickly. From then on `receive`
+        does not poll: what a device has completed is sent by the event loop."""
 
     def release_sent_frames(self) -> None:
         """Drop the sent frames that are kept in case that they arrived damaged: their memory is needed."""

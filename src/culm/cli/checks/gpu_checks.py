@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import resource
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import permutations
-from pathlib import Path
 
 from culm.cli.checks.check_result import CheckResult
 from culm.device.host_memory import machine_memory_bytes, usable_memory_bytes
+from culm.providers.kill_injection import uses_mps
 
 _BAD_NCCL = (2, 28, 3), (2, 28, 8)
 """First and last version that may hang or fail after a group was aborted."""
@@ -120,7 +119,7 @@ def find_gpu_facts() -> GpuFacts:
         unreachable_peers=[
             pair for pair in permutations(range(count), 2) if not torch.cuda.can_device_access_peer(*pair)
         ],
-        uses_mps="CUDA_MPS_PIPE_DIRECTORY" in os.environ or Path("/tmp/nvidia-mps/control").exists(),
+        uses_mps=uses_mps(),
         lockable_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         machine_bytes=machine_memory_bytes(),
         usable_bytes=usable_memory_bytes(),

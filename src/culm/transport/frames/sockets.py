@@ -149,6 +149,7 @@ class SocketTransport:
 
     def set_frame_memory(self, allocate: FrameMemory) -> None:
         self._frame_memory = allocate
+        self._spin_s = 0.0  # outputs of the device are sent by the event loop, which must not poll meanwhile
 
     def _allocate_frame(self, tensors: list[Tensor]) -> list[Tensor] | None:
         return None if self._frame_memory is None else self._frame_memory(tensors)
