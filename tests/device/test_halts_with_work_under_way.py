@@ -11,9 +11,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from tests.cached_runs import cached_setup, reference_result
 from tests.testing.test_kill_at_every_action import STEP, moments, prepared_setup, sweep_job
+from torch import Tensor
 
 from culm.cluster.run_setup import RunSetup
 from culm.device.simulated_streams import SimulatedDevice, SimulatedDeviceFault, SimulatedStreams
@@ -24,6 +26,7 @@ from culm.schedule import Action, Kind
 from culm.testing import Faults
 from culm.testing.simulated_cluster import SimulatedRun
 from culm.testing.survival_check import run_and_compare
+from culm.transport.collectives.simulated_group import SimulatedGroup
 
 CASES = [(strategy, schedule) for strategy in ("reroute", "shadow") for schedule in ("1f1b", "zb")]
 SMALL_POOL = 4096
@@ -93,6 +96,28 @@ def test_sums_that_are_not_exact_survive_too(halts: list[bool]) -> None:
     for node, at in ((0, "launch 0F1"), (1, "launch 1W0"), (3, "launch 1I2")):
         run(setup, Faults().kill(node, at=at, step=0), SimulatedDevice(seed=node), exact=False)
     assert any(halts)
+
+
+@pytest.mark.parametrize(("strategy", "schedule"), CASES)
+def test_sums_on_the_devices_survive_a_node_killed_around_them(
+    strategy: str, schedule: str, halts: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_device: list[bool] = []
+    all_reduce = SimulatedGroup.all_reduce
+
+    async def noted(self: SimulatedGroup, *tensors: Tensor) -> None:
+        on_device.append(self.on_device)
+        await all_reduce(self, *tensors)
+
+    monkeypatch.setattr(SimulatedGroup, "all_reduce", noted)
+    setup = msgspec.structs.replace(prepared_setup(2, 2, schedule, strategy, True), reduce="nccl")
+    last = "W" if schedule == "zb" else "B"
+    cases = [(0, "0R"), (1, "1R"), (2, "0S"), (3, "1S+"), (1, f"launch 1{last}1"), (2, f"launch 0{last}2")]
+    for number, (node, at) in enumerate(cases[CASES.index((strategy, schedule)) % 2 :: 2]):
+        run(setup, Faults().kill(node, at=at, step=STEP), SimulatedDevice(seed=number))
+    assert any(halts)
+    assert on_device
+    assert all(on_device)
 
 
 @pytest.mark.parametrize("strategy", ["reroute", "shadow"])

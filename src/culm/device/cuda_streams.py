@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import queue
 import threading
 import time
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from culm.device.device_sums import DeviceSums
     from culm.device.streams import DeviceEvent, DeviceStream
 
 _POLL_S = 0.0005
@@ -141,6 +143,13 @@ class CudaStreams:
         self.compute: DeviceStream = self._streams[0]
         self.to_host: DeviceStream = self._streams[1]
         self.to_device: DeviceStream = self._streams[2]
+        self._polls = polls
+
+    @functools.cached_property
+    def sums(self) -> DeviceSums:
+        from culm.device.nccl_communicator import NcclSums  # uses this module
+
+        return NcclSums(self.device, self.compute, polls=self._polls)
 
     def host_memory(self, size: int) -> memoryview:
         """Page-locked memory. Where the system allows no more of it (a limit on locked memory, a container) ordinary

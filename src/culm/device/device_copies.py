@@ -16,6 +16,7 @@ from culm.device.streams import COMPLETE, DeviceEvent, DeviceStreams, HostStream
 from culm.errors import DeviceFailed
 
 if TYPE_CHECKING:
+    from culm.device.device_sums import DeviceSums
     from culm.device.slab_pool import Slab
 
 Tensors: TypeAlias = tuple[Tensor | None, ...]
@@ -115,6 +116,11 @@ class DeviceCopies:
         for tensor in found(moved):
             compute.reads(tensor)
         return moved
+
+    @property
+    def sums(self) -> DeviceSums:
+        """What the device offers for sums with others."""
+        return self.streams.sums
 
     def compute_event(self) -> DeviceEvent:
         """An event after what is queued on the compute stream now."""

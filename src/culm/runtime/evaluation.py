@@ -52,4 +52,5 @@ async def _receive_inputs(
     if op.input_frame is None:
         return ()
     frame = await context.transport.receive(context.frame_key(step, f"evaluate {op.input_frame}"))
-    return context.state.copies.to_device(frame)
+    copies = context.state.copies
+    return copies.to_device(frame)

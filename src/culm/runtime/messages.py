@@ -99,6 +99,10 @@ class LayersReady(msgspec.Struct, frozen=True, tag="ready"):
     worker: int
     epoch: int
     seconds: float
+    reduce: str = ""
+    """What sums gradients with other workers: nccl, gloo or frames. Empty: nothing does."""
+    reduce_fallback: str = ""
+    """Why this is not NCCL, if that was asked for."""
 
 
 class StepPermit(msgspec.Struct, frozen=True, tag="permit"):

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from itertools import permutations
 
 from culm.cli.checks.check_result import CheckResult
+from culm.device.device_sums import REFUSED_NCCL
 from culm.device.host_memory import machine_memory_bytes, usable_memory_bytes
 from culm.providers.kill_injection import uses_mps
 
-_BAD_NCCL = (2, 28, 3), (2, 28, 8)
-"""First and last version that may hang or fail after a group was aborted."""
 _MIN_LOCKED_BYTES = 1 << 30
 
 
@@ -71,9 +70,9 @@ def _check_devices(facts: GpuFacts) -> CheckResult:
 
 def _check_nccl(found: tuple[int, ...]) -> CheckResult:
     version = ".".join(map(str, found))
-    if _BAD_NCCL[0] <= found <= _BAD_NCCL[1]:
+    if REFUSED_NCCL[0] <= found <= REFUSED_NCCL[1]:
         return CheckResult(
-            "nccl", "weak", f"{version} is refused for sums over GPUs", "install 2.28.9 or newer; Gloo is used today"
+            "nccl", "weak", f"{version} is refused for sums over GPUs", "Gloo is used instead; install 2.28.9 or newer"
         )
     return CheckResult("nccl", "good", version)
 
