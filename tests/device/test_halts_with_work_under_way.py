@@ -7,6 +7,7 @@ EVERY_MOMENT=1 in the environment each runs all.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -142,6 +143,24 @@ def test_outputs_evicted_for_lack_of_memory_are_computed_again(strategy: str, mo
 def test_other_strategies_train_the_same_on_a_device(strategy: str, tmp_path: Path) -> None:
     setup = cached_setup(sweep_job(True), pipelines=2, stages=2, strategy=strategy, out=str(tmp_path / "run"))
     run(setup, Faults(), SimulatedDevice(seed=7))
+
+
+def test_the_trace_shows_copies_beside_the_computation(tmp_path: Path) -> None:
+    setup = cached_setup(sweep_job(True), pipelines=2, stages=2, strategy="reroute", out=str(tmp_path / "run"))
+    run(setup, Faults(), SimulatedDevice(seed=5))
+    spans = [event for event in json.loads((tmp_path / "run/trace.json").read_text())["traceEvents"] if "dur" in event]
+    copies = [span for span in spans if span["cat"] == "copy"]
+    actions = [span for span in spans if span["cat"] in "FIBW"]
+    assert {span["name"].removeprefix("copy ") for span in copies} <= {span["name"] for span in actions}
+    assert all(span["dur"] >= 0 for span in spans)
+    beside = [
+        (copy["name"], action["name"])
+        for copy in copies
+        for action in actions
+        if copy["tid"] - action["tid"] == 1_000_000
+        and max(copy["ts"], action["ts"]) < min(copy["ts"] + copy["dur"], action["ts"] + action["dur"])
+    ]
+    assert beside, "some output is copied while the next action is computed"
 
 
 def test_a_device_that_reports_an_error_loses_its_node_and_not_the_run() -> None:

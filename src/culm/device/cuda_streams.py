@@ -151,6 +151,10 @@ class CudaStreams:
 
         return NcclSums(self.device, self.compute, polls=self._polls)
 
+    @property
+    def peak_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated(self.device)
+
     def host_memory(self, size: int) -> memoryview:
         """Page-locked memory. Where the system allows no more of it (a limit on locked memory, a container) ordinary
         memory is returned: copies are correct then, but slow, and the host waits for them."""

@@ -209,6 +209,7 @@ class SimulatedStreams:
     """The streams of a simulated device, whose memory is that of the CPU."""
 
     is_synchronous = False
+    peak_bytes = 0
 
     def __init__(
         self, seed: int, times: SimulatedTimes | None = None, fault: SimulatedDeviceFault | None = None

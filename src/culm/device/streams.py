@@ -74,6 +74,10 @@ class DeviceStreams(Protocol):
     def sums(self) -> DeviceSums:
         """Sums over this device and others."""
 
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory of the device that tensors of this process took at a time; 0: it is host memory."""
+
     def host_memory(self, size: int) -> memoryview:
         """Host memory that copies reach at full speed. It is never freed: callers keep it in a pool."""
 
@@ -127,6 +131,7 @@ class HostStreams:
     """The streams of a CPU: every event is complete at once, and a tensor is its own copy in host memory."""
 
     is_synchronous = True
+    peak_bytes = 0
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")

@@ -271,11 +271,14 @@ class Executor:
         if name is not None and op.keep_local:
             self._local_outputs[name] = tuple(values)
         if name is None or not (op.target_addresses or self._keeps_outputs):
-            self._launched.add(LaunchedAction(step, op.label, began, self._copies.compute_event()))
+            event = self._copies.compute_event()
+            self._launched.add(LaunchedAction(step, op.label, began, event, event))
             return
         output = self._copies.to_host(values)
         keeps, targets = self._keeps_outputs, op.target_addresses
-        self._launched.add(LaunchedAction(step, op.label, began, output.event, name, output, keeps, targets))
+        self._launched.add(
+            LaunchedAction(step, op.label, began, output.event, output.computed, name, output, keeps, targets)
+        )
 
     async def _send_output(self, step: int, op: CompiledOp, values: Sequence[Tensor | None]) -> None:
         """Send an output to the workers that need it. Keep it, too, where a recovery may need it until the commit."""
