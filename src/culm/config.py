@@ -29,6 +29,8 @@ from culm.transport.frames.encryption_policy import ENCRYPTION_POLICIES, Encrypt
 RestartMode: TypeAlias = Literal["warm", "cold"]
 """How nodes restart from a checkpoint: processes stay and read the state again, or new processes are started."""
 RESTART_MODES: tuple[RestartMode, ...] = ("warm", "cold")
+ReduceLibrary: TypeAlias = Literal["auto", "nccl", "gloo"]
+REDUCE_LIBRARIES: tuple[ReduceLibrary, ...] = ("auto", "nccl", "gloo")
 MIN_SLOW_FACTOR = 1.1
 """Smaller differences between nodes cannot be distinguished from noise."""
 PathOrUrl: TypeAlias = str | os.PathLike[str]
@@ -157,6 +159,9 @@ class RunConfig:
     """File with the secret of the job, the same on all its machines; default: CULM_SECRET."""
     encrypt: EncryptionPolicy = "auto"
     """Whether connections between nodes are encrypted: auto (all but those over loopback), on or off."""
+    reduce: ReduceLibrary = "auto"
+    """What sums gradients over pipelines: nccl (on the GPUs), gloo (in host memory), or auto (nccl where all workers
+    can use it and their connections are not encrypted, else gloo)."""
     writers: tuple[str, ...] = ()
     """Extra writers that receive every step's metrics: names (tensorboard, wandb, prometheus) or MODULE:CLASS."""
     dash: bool = False
@@ -173,6 +178,7 @@ class RunConfig:
         _check_known("reconfigure", self.reconfigure, RECONFIGURE_POLICIES)
         _check_known("restart", self.restart, RESTART_MODES)
         _check_known("encrypt", self.encrypt, ENCRYPTION_POLICIES)
+        _check_known("reduce", self.reduce, REDUCE_LIBRARIES)
         positive = (
             "pipelines",
             "stages",
@@ -284,6 +290,7 @@ class RunOptions(JoinOptions, total=False):
     max_price: float | None
     local_nodes: int | None
     encrypt: EncryptionPolicy
+    reduce: ReduceLibrary
     writers: Iterable[str]
     dash: bool
 
@@ -400,7 +407,9 @@ def _check_ports(ports: tuple[int, int] | None) -> None:
 
 
 def _check_dependent_fields(config: RunConfig) -> None:
-    """Refuse fields that have no effect without another one."""
+    """Refuse fields that have no effect without another one, or contradict another one."""
+    if config.reduce == "nccl" and config.encrypt == "on":
+        raise UsageError("--reduce nccl and --encrypt on contradict each other: NCCL does not encrypt, use one of them")
     for name, default in _NEED_TRACE.items():
         if config.trace is None and getattr(config, name) != default:
             raise UsageError(f"{option_name(name)} is for a run on a trace: add --trace FILE, or omit it")

@@ -77,7 +77,8 @@ class Summary:
     evaluations: dict[int, float] = field(default_factory=dict)
     """Loss on the evaluation set, by the step after which it was computed."""
     memory: dict[str, int] = field(default_factory=dict)
-    """Largest values of a worker: peak_rss_bytes, kept_bytes, live_activations."""
+    """Largest values of a worker: peak_rss_bytes, kept_bytes, peak_device_bytes (tensors on its GPU), peak_slab_bytes
+    (page-locked host memory for its GPU), live_activations."""
     bubble_share: float | None = None
     """Share of the forwards of shadow replicas that ran in pipeline bubbles; None: there were none."""
     schedule_prediction: dict[str, float] = field(default_factory=dict)

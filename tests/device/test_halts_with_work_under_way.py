@@ -7,13 +7,16 @@ EVERY_MOMENT=1 in the environment each runs all.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from tests.cached_runs import cached_setup, reference_result
 from tests.testing.test_kill_at_every_action import STEP, moments, prepared_setup, sweep_job
+from torch import Tensor
 
 from culm.cluster.run_setup import RunSetup
 from culm.device.simulated_streams import SimulatedDevice, SimulatedDeviceFault, SimulatedStreams
@@ -24,6 +27,7 @@ from culm.schedule import Action, Kind
 from culm.testing import Faults
 from culm.testing.simulated_cluster import SimulatedRun
 from culm.testing.survival_check import run_and_compare
+from culm.transport.collectives.simulated_group import SimulatedGroup
 
 CASES = [(strategy, schedule) for strategy in ("reroute", "shadow") for schedule in ("1f1b", "zb")]
 SMALL_POOL = 4096
@@ -95,6 +99,28 @@ def test_sums_that_are_not_exact_survive_too(halts: list[bool]) -> None:
     assert any(halts)
 
 
+@pytest.mark.parametrize(("strategy", "schedule"), CASES)
+def test_sums_on_the_devices_survive_a_node_killed_around_them(
+    strategy: str, schedule: str, halts: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_device: list[bool] = []
+    all_reduce = SimulatedGroup.all_reduce
+
+    async def noted(self: SimulatedGroup, *tensors: Tensor) -> None:
+        on_device.append(self.on_device)
+        await all_reduce(self, *tensors)
+
+    monkeypatch.setattr(SimulatedGroup, "all_reduce", noted)
+    setup = msgspec.structs.replace(prepared_setup(2, 2, schedule, strategy, True), reduce="nccl")
+    last = "W" if schedule == "zb" else "B"
+    cases = [(0, "0R"), (1, "1R"), (2, "0S"), (3, "1S+"), (1, f"launch 1{last}1"), (2, f"launch 0{last}2")]
+    for number, (node, at) in enumerate(cases[CASES.index((strategy, schedule)) % 2 :: 2]):
+        run(setup, Faults().kill(node, at=at, step=STEP), SimulatedDevice(seed=number))
+    assert any(halts)
+    assert on_device
+    assert all(on_device)
+
+
 @pytest.mark.parametrize("strategy", ["reroute", "shadow"])
 def test_outputs_evicted_for_lack_of_memory_are_computed_again(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     evicted = 0
@@ -117,6 +143,24 @@ def test_outputs_evicted_for_lack_of_memory_are_computed_again(strategy: str, mo
 def test_other_strategies_train_the_same_on_a_device(strategy: str, tmp_path: Path) -> None:
     setup = cached_setup(sweep_job(True), pipelines=2, stages=2, strategy=strategy, out=str(tmp_path / "run"))
     run(setup, Faults(), SimulatedDevice(seed=7))
+
+
+def test_the_trace_shows_copies_beside_the_computation(tmp_path: Path) -> None:
+    setup = cached_setup(sweep_job(True), pipelines=2, stages=2, strategy="reroute", out=str(tmp_path / "run"))
+    run(setup, Faults(), SimulatedDevice(seed=5))
+    spans = [event for event in json.loads((tmp_path / "run/trace.json").read_text())["traceEvents"] if "dur" in event]
+    copies = [span for span in spans if span["cat"] == "copy"]
+    actions = [span for span in spans if span["cat"] in "FIBW"]
+    assert {span["name"].removeprefix("copy ") for span in copies} <= {span["name"] for span in actions}
+    assert all(span["dur"] >= 0 for span in spans)
+    beside = [
+        (copy["name"], action["name"])
+        for copy in copies
+        for action in actions
+        if copy["tid"] - action["tid"] == 1_000_000
+        and max(copy["ts"], action["ts"]) < min(copy["ts"] + copy["dur"], action["ts"] + action["dur"])
+    ]
+    assert beside, "some output is copied while the next action is computed"
 
 
 def test_a_device_that_reports_an_error_loses_its_node_and_not_the_run() -> None:

@@ -56,6 +56,7 @@ _METAVARS = {
     "etcd_key": "FILE",
     "secret_file": "FILE",
     "encrypt": "auto|on|off",
+    "reduce": "auto|nccl|gloo",
 }
 
 

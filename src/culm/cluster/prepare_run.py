@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from culm.checkpoint import CheckpointCatalog, Manifest, Storage
 from culm.checkpoint.export import OPTIMIZER_PREFIX
@@ -160,6 +160,7 @@ def prepare_run(
         reconfigure=config.reconfigure,
         kills=_resolve_kills(job, config, plan, manifest.step if manifest is not None else 0),
         encrypt=config.encrypt,
+        reduce=_reduce_library(job, config),
         hook_timeout=config.hook_timeout,
         writers=config.writers,
         limits=run_limits(config),
@@ -207,6 +208,15 @@ def _check_compiled(job: Job, config: RunConfig, plan: Plan) -> None:
             f"--schedule {config.schedule} splits the backward, and a compiled layer (Job.compile) has one fused "
             "backward: use --schedule 1f1b, gpipe, interleaved or planned"
         )
+
+
+def _reduce_library(job: Job, config: RunConfig) -> Literal["gloo", "nccl"]:
+    """What sums gradients, as far as it is decided before the run: with NCCL the workers find out whether all of them
+    can use it. Raises UsageError if none of them can."""
+    may_have_gpus = job.device != "cpu" if config.is_shared else select_device(job).type == "cuda"
+    if config.reduce == "nccl" and not may_have_gpus:
+        raise UsageError("--reduce nccl sums on GPUs, and the workers compute on the CPU: use --reduce gloo or auto")
+    return "nccl" if may_have_gpus and config.reduce != "gloo" and config.encrypt != "on" else "gloo"
 
 
 def _solver_seconds(config: RunConfig, *, measure: bool) -> float:

@@ -93,6 +93,8 @@ class RunSetup(msgspec.Struct, frozen=True):
     """Kills that the config asks for, each with its action."""
     encrypt: EncryptionPolicy = "auto"
     """Whether connections between nodes are encrypted."""
+    reduce: Literal["gloo", "nccl"] = "gloo"
+    """What sums gradients over pipelines: NCCL, where all workers of a group can use it, or Gloo."""
     hook_timeout: float | None = None
     """Seconds after which a hook that does not return is given up; None: never."""
     writers: tuple[str, ...] = ()

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from culm.device.device_sums import DeviceSums
     from culm.device.streams import DeviceEvent, DeviceStream
 
 _POLL_S = 0.0005
@@ -39,13 +41,12 @@ class CudaEvent:
     def __init__(self, stream: CudaStream, *, timed: bool = False) -> None:
         self._stream = stream
         self.recorded = torch.cuda.Event(blocking=True, enable_timing=timed)
-        self.recorded.record(stream.cuda)
+        with reporting_device_errors(stream.device):
+            self.recorded.record(stream.cuda)
 
     def is_complete(self) -> bool:
-        try:
+        with reporting_device_errors(self._stream.device):
             return bool(self.recorded.query())
-        except RuntimeError as error:  # torch.AcceleratorError in newer versions, which is one, too
-            raise device_failed(self._stream.device, error) from None
 
     async def wait(self) -> None:
         if self._stream.polls:
@@ -57,11 +58,9 @@ class CudaEvent:
 
     def seconds_since(self, earlier: DeviceEvent) -> float:
         assert isinstance(earlier, CudaEvent)
-        try:
+        with reporting_device_errors(self._stream.device):
             self.recorded.synchronize()
             return float(earlier.recorded.elapsed_time(self.recorded)) / 1e3
-        except RuntimeError as error:
-            raise device_failed(self._stream.device, error) from None
 
 
 class CudaStream:
@@ -77,10 +76,11 @@ class CudaStream:
 
     def wait_event(self, event: DeviceEvent) -> None:
         assert isinstance(event, CudaEvent)
-        self.cuda.wait_event(event.recorded)
+        with reporting_device_errors(self.device):
+            self.cuda.wait_event(event.recorded)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        with torch.cuda.stream(self.cuda):
+        with reporting_device_errors(self.device), torch.cuda.stream(self.cuda):
             target.copy_(source, non_blocking=True)
 
     def reads(self, tensor: Tensor) -> None:
@@ -143,6 +143,17 @@ class CudaStreams:
         self.compute: DeviceStream = self._streams[0]
         self.to_host: DeviceStream = self._streams[1]
         self.to_device: DeviceStream = self._streams[2]
+        self._polls = polls
+
+    @functools.cached_property
+    def sums(self) -> DeviceSums:
+        from culm.device.nccl_communicator import NcclSums  # uses this module
+
+        return NcclSums(self.device, self.compute, polls=self._polls)
+
+    @property
+    def peak_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated(self.device)
 
     def host_memory(self, size: int) -> memoryview:
         """Page-locked memory. Where the system allows no more of it (a limit on locked memory, a container) ordinary
@@ -158,6 +169,18 @@ class CudaStreams:
     def close(self) -> None:
         for stream in self._streams:
             stream.close()
+
+
+@contextlib.contextmanager
+def reporting_device_errors(device: torch.device) -> Iterator[None]:
+    """Raise DeviceFailed instead of an error of the driver, after which the context cannot be used any more. Being out
+    of memory is no such error."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # torch.AcceleratorError is one, too
+        raise device_failed(device, error) from None
 
 
 def device_failed(device: torch.device, error: BaseException) -> DeviceFailed:

@@ -16,6 +16,7 @@ from culm.device.streams import COMPLETE, DeviceEvent, DeviceStreams, HostStream
 from culm.errors import DeviceFailed
 
 if TYPE_CHECKING:
+    from culm.device.device_sums import DeviceSums
     from culm.device.slab_pool import Slab
 
 Tensors: TypeAlias = tuple[Tensor | None, ...]
@@ -27,6 +28,8 @@ class HostCopy(NamedTuple):
 
     tensors: Tensors
     event: DeviceEvent
+    computed: DeviceEvent = COMPLETE
+    """Complete when the device has computed them."""
     slab: Slab | None = None
     """None: the tensors were in host memory already."""
 
@@ -64,13 +67,14 @@ class DeviceCopies:
         slab = self.pool.take(sources)
         copies = slab.tensors()
         stream = self.streams.to_host
-        stream.wait_event(self.streams.compute.record())
+        computed = self.streams.compute.record(timed=True)
+        stream.wait_event(computed)
         for target, source in zip(copies, sources, strict=True):
             if target is not None and source is not None and source.numel():
                 stream.copy(target.detach(), source)
-        event = stream.record()
+        event = stream.record(timed=True)
         self._under_way.append((event, (copies, sources)))
-        return HostCopy(copies, event, slab)
+        return HostCopy(copies, event, computed, slab)
 
     async def read(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Copy tensors of the device to the host in one copy, and wait for it. On a CPU: the tensors themselves."""
@@ -116,9 +120,24 @@ class DeviceCopies:
             compute.reads(tensor)
         return moved
 
+    @property
+    def sums(self) -> DeviceSums:
+        """What the device offers for sums with others."""
+        return self.streams.sums
+
+    @property
+    def peak_device_bytes(self) -> int:
+        """The most memory of the device that tensors took at a time; 0 on a CPU."""
+        return self.streams.peak_bytes
+
+    @property
+    def peak_slab_bytes(self) -> int:
+        """The most host memory that slabs took at a time; 0 on a CPU."""
+        return self.pool.peak_bytes
+
     def compute_event(self) -> DeviceEvent:
-        """An event after what is queued on the compute stream now."""
-        return COMPLETE if self.is_synchronous else self.streams.compute.record()
+        """A timed event after what is queued on the compute stream now."""
+        return COMPLETE if self.is_synchronous else self.streams.compute.record(timed=True)
 
     def frame_memory(self, tensors: list[Tensor]) -> list[Tensor] | None:
         """Tensors like these in a slab, for a transport to receive a frame in (`FrameMemory`). None on a CPU, and when

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from culm.device.device_copies import DeviceCopies
+from culm.device.device_sums import NcclSupport
 from culm.errors import DeviceFailed
 
 if TYPE_CHECKING:
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from culm.device.device_sums import DeviceCommunicator, DeviceSums
     from culm.device.streams import DeviceEvent, DeviceStream
+    from culm.transport.collectives.member_store import Rendezvous
 
 
 _CHUNK_BYTES = 1 << 16
@@ -188,10 +191,25 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
+class SimulatedSums:
+    """Marks a simulated device that sums with others; the simulated network makes the sums (`SimulatedGroup`)."""
+
+    def __init__(self, compute: DeviceStream) -> None:
+        self.compute = compute
+
+    def support(self) -> NcclSupport:
+        return NcclSupport()
+
+    def connect(self, rendezvous: Rendezvous) -> DeviceCommunicator:
+        del rendezvous
+        raise RuntimeError("a simulated device has no communicator")
+
+
 class SimulatedStreams:
     """The streams of a simulated device, whose memory is that of the CPU."""
 
     is_synchronous = False
+    peak_bytes = 0
 
     def __init__(
         self, seed: int, times: SimulatedTimes | None = None, fault: SimulatedDeviceFault | None = None
@@ -209,6 +227,7 @@ class SimulatedStreams:
         self.compute: DeviceStream = streams[0]
         self.to_host: DeviceStream = streams[1]
         self.to_device: DeviceStream = streams[2]
+        self.sums: DeviceSums = SimulatedSums(self.compute)
 
     @property
     def is_idle(self) -> bool:

@@ -13,11 +13,15 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from culm.device.device_sums import NoDeviceSums
+
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from typing import Any
 
     from torch import Tensor
+
+    from culm.device.device_sums import DeviceSums
 
 
 class DeviceEvent(Protocol):
@@ -65,6 +69,14 @@ class DeviceStreams(Protocol):
     to_device: DeviceStream
     is_synchronous: bool
     """Whether work is done when the call that queues it returns. Then no copies are made at all."""
+
+    @property
+    def sums(self) -> DeviceSums:
+        """Sums over this device and others."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory of the device that tensors of this process took at a time; 0: it is host memory."""
 
     def host_memory(self, size: int) -> memoryview:
         """Host memory that copies reach at full speed. It is never freed: callers keep it in a pool."""
@@ -119,12 +131,14 @@ class HostStreams:
     """The streams of a CPU: every event is complete at once, and a tensor is its own copy in host memory."""
 
     is_synchronous = True
+    peak_bytes = 0
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self.compute: DeviceStream = _HostStream()
         self.to_host: DeviceStream = self.compute
         self.to_device: DeviceStream = self.compute
+        self.sums: DeviceSums = NoDeviceSums()
 
     def host_memory(self, size: int) -> memoryview:
         return memoryview(bytearray(size))

@@ -8,16 +8,34 @@ import contextlib
 import mmap
 import os
 import signal
+import sys
 from collections.abc import Iterable
+from pathlib import Path
 
 from culm.cluster.node_faults import KillNode
 from culm.runtime.clock import real_now
 
+_MPS_PIPES_VARIABLE = "CUDA_MPS_PIPE_DIRECTORY"
+_DEFAULT_MPS_PIPE = Path("/tmp/nvidia-mps/control")
 _FIELDS = 2
 """Values per node: process id of its agent, and time at which it was killed."""
 _NODES = 4096
 """Upper bound of node numbers of a run on one machine."""
 _BYTES = 8
+
+
+def finish_device_work() -> None:
+    """Before this process is killed: wait for its GPU, if that is shared through MPS. A client of MPS that dies while a
+    kernel runs takes all other clients with it."""
+    torch = sys.modules.get("torch")
+    if torch is not None and uses_mps() and torch.cuda.is_initialized():
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.synchronize()
+
+
+def uses_mps() -> bool:
+    """Whether processes of this machine share GPUs through CUDA MPS."""
+    return _MPS_PIPES_VARIABLE in os.environ or _DEFAULT_MPS_PIPE.exists()
 
 
 class ProcessTable:
@@ -76,6 +94,7 @@ class KillInjector:
 
     def _kill_nodes(self, nodes: Iterable[int]) -> None:
         """Kill agents; workers end with their agents. The last node is that of this process."""
+        finish_device_work()
         for node in nodes:
             self._process_table.mark_killed(node, real_now())
             with contextlib.suppress(ProcessLookupError):  # killed already

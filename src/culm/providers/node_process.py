@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from culm.cluster.agent.agent import Agent, StartWorker
 from culm.cluster.agent.liveness_probe import refuses_connection
 from culm.cluster.agent.preemption_notice import FirstNoticeSource, SignalNoticeSource, make_notice_source
+from culm.device.nccl_settings import configure_nccl
 from culm.errors import DeviceFailed, RunError
 from culm.providers.fork_server import NVML_CHECK_VARIABLE, StartNode, fork, wait_readable
 from culm.providers.hook_process import HookProcess
@@ -29,6 +30,7 @@ from culm.runtime.clock import RealClock
 from culm.runtime.compute.device import fingerprint
 from culm.runtime.worker import Worker
 from culm.transport.frames.connections import HANDSHAKE_S
+from culm.transport.frames.encryption_policy import is_loopback
 from culm.transport.frames.sockets import SocketTransport
 
 if TYPE_CHECKING:
@@ -122,6 +124,7 @@ async def _run_agent(
     job: Job, order: StartNode, start_worker: StartWorker, clock: RealClock, hooks: HookProcess | None
 ) -> bool:
     """Run the agent. Returns whether the run has ended."""
+    machine = fingerprint(job)  # before a lease has to be renewed: asking a GPU may take seconds
     transport = _transport(order)
     try:
         async with open_node_store(order.store, transport, clock) as client:
@@ -141,7 +144,7 @@ async def _run_agent(
             agent = Agent(
                 job,
                 order.node,
-                fingerprint(job),
+                machine,
                 *seams,
                 *rest,
                 prober=prober,
@@ -178,6 +181,12 @@ def _run_worker(job: Job, order: StartNode, index: int, address: str, clock: Rea
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # autograd then does not query the GPU driver
     torch.set_num_threads(job.threads)
     _keep_freed_memory()
+    if job.device != "cpu":
+        configure_nccl(
+            order.node * order.workers_per_node + index,
+            shares_gpu=order.workers_on_host > order.workers_per_node or ":" in job.device,
+            within_machine=is_loopback(order.host),
+        )
 
     async def main() -> None:
         transport = _transport(order, look_out=_busy_wait_s(order.workers_on_host))

@@ -90,6 +90,8 @@ class Epoch(msgspec.Struct, frozen=True, tag="epoch"):
     resume_step: int | None = None
     """The number of completed steps of the checkpoint to start from."""
     resume_from: str | None = None
+    reduces_on_devices: bool = False
+    """Whether gradients are summed on the devices, where all members of a group can."""
     keeps_outputs: bool = False
     """Whether outputs of actions are kept until the step commits, so that a loss can be recovered from."""
     shadows: tuple[Shadow, ...] = ()

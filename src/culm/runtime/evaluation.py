@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from culm.runtime.compiled_ops import compile_ops
 from culm.runtime.compute.batch_loading import evaluation_contribution, load_evaluation_batch
-from culm.runtime.compute.device import to_compute_device
 from culm.schedule import Plan
 
 if TYPE_CHECKING:
@@ -53,4 +52,5 @@ async def _receive_inputs(
     if op.input_frame is None:
         return ()
     frame = await context.transport.receive(context.frame_key(step, f"evaluate {op.input_frame}"))
-    return to_compute_device(frame, context.state.device)
+    copies = context.state.copies
+    return copies.to_device(frame)

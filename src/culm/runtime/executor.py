@@ -21,6 +21,7 @@ from culm.runtime.compute.batch_loading import (
     SampleDigests,
     expected_samples,
 )
+from culm.runtime.compute.device import activate_device
 from culm.runtime.launched_actions import LaunchedAction
 from culm.schedule import Kind
 from culm.schedule.action import WEIGHT_GRAD_KINDS
@@ -183,7 +184,7 @@ class Executor:
             return self._forward(step, micro, op, inputs)
         self._compiled_segments.append(op.segment)
         self._compiling = True
-        running = asyncio.ensure_future(self._clock.run_in_thread(self._forward, step, micro, op, inputs))
+        running = asyncio.ensure_future(self._clock.run_in_thread(self._forward_in_thread, step, micro, op, inputs))
         running.add_done_callback(lambda task: task.cancelled() or task.exception())  # a cancelled caller reads neither
         try:
             return await asyncio.shield(running)
@@ -243,6 +244,10 @@ class Executor:
     def _record_wait(self, name: str, seconds: float) -> None:
         self._wait_history.setdefault(name, collections.deque(maxlen=_WAIT_HISTORY_STEPS)).append(seconds)
 
+    def _forward_in_thread(self, step: int, micro: int, op: CompiledOp, inputs: Activations) -> Activations:
+        activate_device(self._state.device)
+        return self._forward(step, micro, op, inputs)
+
     def _forward(self, step: int, micro: int, op: CompiledOp, inputs: Activations) -> Activations:
         target, samples = None, NO_SAMPLES
         is_first = op.action.segment == 0
@@ -266,11 +271,14 @@ class Executor:
         if name is not None and op.keep_local:
             self._local_outputs[name] = tuple(values)
         if name is None or not (op.target_addresses or self._keeps_outputs):
-            self._launched.add(LaunchedAction(step, op.label, began, self._copies.compute_event()))
+            event = self._copies.compute_event()
+            self._launched.add(LaunchedAction(step, op.label, began, event, event))
             return
         output = self._copies.to_host(values)
         keeps, targets = self._keeps_outputs, op.target_addresses
-        self._launched.add(LaunchedAction(step, op.label, began, output.event, name, output, keeps, targets))
+        self._launched.add(
+            LaunchedAction(step, op.label, began, output.event, output.computed, name, output, keeps, targets)
+        )
 
     async def _send_output(self, step: int, op: CompiledOp, values: Sequence[Tensor | None]) -> None:
         """Send an output to the workers that need it. Keep it, too, where a recovery may need it until the commit."""

@@ -40,11 +40,18 @@ class SegmentGradientReducer:
         wanted = {(g, self._plan.holders_of(g)) for g in context.segments}
         for runners_by_segment in recovery.runners.values():
             wanted |= {(g, runners) for g, runners in enumerate(runners_by_segment) if self._slot in runners}
+        sums = self._copies.sums if self._epoch.reduces_on_devices else None
         for g, runners in sorted(wanted):
             members = [self._epoch.address(slot) for slot in runners]
             name = f"group {g} of {','.join(map(str, runners))}"
-            self._groups[g, runners] = self._transport.group(context.frame_key(0, name), members)
+            self._groups[g, runners] = self._transport.group(context.frame_key(0, name), members, sums)
         await asyncio.gather(*(group.join() for group in self._groups.values()))
+
+    def describe_groups(self) -> tuple[str, str]:
+        """(what makes the sums, why they are not made on the devices); empty where no other worker takes part."""
+        shared = [group for (_, runners), group in self._groups.items() if len(runners) > 1]
+        libraries = sorted({group.library for group in shared})
+        return ", ".join(libraries), next((g.fallback_reason for g in shared if g.fallback_reason), "")
 
     def close(self) -> None:
         """Cancel all reduces and leave the groups. Called when the epoch ends."""
@@ -85,9 +92,6 @@ class SegmentGradientReducer:
         metadata = stats.metadata()
         if len(runners) > 1:
             reduced = await self._all_reduce(self._groups[g, runners], totals, metadata)
-            for total, value in zip(totals, self._copies.to_device(tuple(reduced)), strict=True):
-                assert value is not None
-                total.copy_(value)
         else:
             reduced = await self._copy_sums(totals) if self._epoch.keeps_outputs else []
         self._state.open_step(step).loaded_segments.add(g)
@@ -101,15 +105,25 @@ class SegmentGradientReducer:
         return [total.clone() for total in totals] if synchronous else await self._copies.read(totals)
 
     async def _all_reduce(self, group: Group, totals: Sequence[Tensor], metadata: Tensor) -> list[Tensor]:
-        """The sums over all runners, one flat tensor for each of `totals`. `metadata` is summed in place."""
+        """Replace `totals` and `metadata` by the sums over all runners, without a wait between the first and the last.
+        Returns the former in host memory, as far as that is needed."""
         buckets = list(_buckets(totals))
-        copies = await self._copies.read([torch.cat([t.reshape(-1) for t in bucket]) for bucket in buckets])
-        await group.all_reduce(*copies, metadata)
-        return [
-            part
-            for bucket, copy in zip(buckets, copies, strict=True)
-            for part in copy.split([t.numel() for t in bucket])
-        ]
+        copies = [torch.cat([t.reshape(-1) for t in bucket]) for bucket in buckets]
+        if group.on_device:
+            (summed,) = self._copies.to_device((metadata.clone(),))  # it is replaced by its sum below
+            assert summed is not None
+            await group.all_reduce(*copies, summed)
+            sums = _parts(copies, buckets)
+            *reduced, on_host = await self._copies.read([*(sums if self._epoch.keeps_outputs else ()), summed])
+            metadata.copy_(on_host)
+        else:
+            on_host_copies = await self._copies.read(copies)
+            await group.all_reduce(*on_host_copies, metadata)
+            reduced = _parts(on_host_copies, buckets)
+            sums = [value for value in self._copies.to_device(tuple(reduced)) if value is not None]
+        for total, value in zip(totals, sums, strict=True):
+            total.copy_(value)
+        return reduced
 
     def _receiver_slots(self, step: int, g: int, runners: tuple[int, ...]) -> list[int]:
         """The slots that hold a segment without running it, and get its reduced gradient from this worker."""
@@ -172,6 +186,15 @@ def split_sum_frame(context: EpochContext, g: int, frame: Tensors) -> tuple[Grad
     values = [value for value in frame if value is not None]
     trained = sum(1 for layer in context.segment(g).layers if layer.trainable)
     return GradientSum(values[:trained], values[trained]), values[trained + 1 :]
+
+
+def _parts(flat: Sequence[Tensor], buckets: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """The parts of flat buckets, one for each tensor that was put into them."""
+    return [
+        part
+        for bucket, values in zip(buckets, flat, strict=True)
+        for part in values.split([tensor.numel() for tensor in bucket])
+    ]
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

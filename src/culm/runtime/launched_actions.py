@@ -13,6 +13,7 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from culm.schedule.action import Action
 from culm.transport.interface import FrameKey
 
 if TYPE_CHECKING:
@@ -27,6 +28,11 @@ if TYPE_CHECKING:
 MAX_LAUNCHED = 2
 """Actions that may be launched beyond what is complete: enough to keep the device busy, few enough to halt quickly."""
 
+COPY_SPAN = "copy"
+"""The first word of the names of spans in which an output was copied to the host, as in "copy 1F0"."""
+_TURNS_TO_SEND = 3
+"""Turns of the event loop between the end of a wait for an event, in a thread, and the sending of its output."""
+
 
 @dataclass(slots=True, eq=False)
 class LaunchedAction:
@@ -37,6 +43,8 @@ class LaunchedAction:
     launched_at: float
     event: DeviceEvent
     """Complete when the action is done and its output, if it has one, is in host memory."""
+    computed: DeviceEvent
+    """Complete when the action is done. Timed, as `event` is."""
     output_name: str | None = None
     output: HostCopy | None = None
     """None: it has no output that is kept or sent."""
@@ -68,10 +76,15 @@ class LaunchedActions:
         self.actions_done = 0
         """Number of complete actions."""
         self.slowest_action_s = 0.0
-        self._last_completed_at = 0.0
+        self._created, self._created_at = state.copies.compute_event(), clock.now()
+        """An event when the device has nothing to do, and its time."""
+        self._last_computed_at = self._last_copied_at = 0.0
 
     async def wait_for_room(self) -> None:
-        """Wait until another action may be launched. Raises what the completion of an earlier one raised."""
+        """Wait until another action may be launched. Raises what the completion of an earlier one raised. Outputs that
+        are complete are sent first: other workers wait for them, and a launch takes milliseconds."""
+        for _ in range(_TURNS_TO_SEND):
+            await asyncio.sleep(0)
         await self._wait_until_below(MAX_LAUNCHED)
         await self._copies.make_room(self._evict, self._transport.release_sent_frames)
 
@@ -120,13 +133,24 @@ class LaunchedActions:
                 self._transport.send(address, key, output.reader_tensors())
 
     def _record_time(self, action: LaunchedAction) -> None:
-        """An action begins when it is launched or, if the device is busy then, when the one before it is complete."""
-        now = self._clock.now()
-        began = max(action.launched_at, self._last_completed_at)
-        self._last_completed_at = now
-        self._state.spans.append((action.step, action.label, began, now))
+        """Record when the device worked on an action, and when it copied its output. An action begins when it is
+        launched or, if the device is busy then, when the one before it is done; so do copies."""
+        computed, copied = self._time_of(action.computed), self._time_of(action.event)
+        began = min(max(action.launched_at, self._last_computed_at), computed)
+        self._state.spans.append((action.step, action.label, began, computed))
+        if action.output is not None:
+            copy_began = max(computed, self._last_copied_at)
+            self._state.spans.append((action.step, f"{COPY_SPAN} {action.label}", copy_began, max(copy_began, copied)))
+            self._last_copied_at = copied
+        self._last_computed_at = computed
+        work = Action.parse(action.label)
+        self._state.open_step(action.step).record_work(f"{work.segment}{work.kind.value}", computed - began)
         self.actions_done += 1
-        self.slowest_action_s = max(self.slowest_action_s, now - began)
+        self.slowest_action_s = max(self.slowest_action_s, copied - began)
+
+    def _time_of(self, event: DeviceEvent) -> float:
+        """When a complete event was reached, on the clock of this worker."""
+        return self._created_at + event.seconds_since(self._created)
 
     def close(self) -> None:
         """Send nothing any more: the epoch has ended. Launched actions still complete, and their outputs are kept."""

@@ -99,6 +99,10 @@ class LayersReady(msgspec.Struct, frozen=True, tag="ready"):
     worker: int
     epoch: int
     seconds: float
+    reduce: str = ""
+    """What sums gradients with other workers: nccl, gloo or frames. Empty: nothing does."""
+    reduce_fallback: str = ""
+    """Why this is not NCCL, if that was asked for."""
 
 
 class StepPermit(msgspec.Struct, frozen=True, tag="permit"):
@@ -227,6 +231,10 @@ class FinalReport(msgspec.Struct, frozen=True, tag="final"):
     peak_tapes: int
     peak_rss: int
     waited_s: float
+    peak_device_bytes: int = 0
+    """The most memory of its device that tensors took; 0 on a CPU."""
+    peak_slab_bytes: int = 0
+    """The most host memory that its slabs took, which is page-locked for a GPU; 0 on a CPU."""
     eager_forwards: tuple[int, int] = (0, 0)
     """Eager forwards of shadow replicas: (number run in a bubble, number due)."""
 

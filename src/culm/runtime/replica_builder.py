@@ -10,6 +10,7 @@ import torch
 
 from culm.errors import CulmError
 from culm.runtime.checkpoint_io import load_with_retries
+from culm.runtime.compute.device import activate_device
 from culm.runtime.worker_state import StageReplica
 from culm.schedule import Plan
 
@@ -58,6 +59,7 @@ def _build(
     version: int,
     layer_inputs: Sequence[Sequence[LayerInput]],
 ) -> StageReplica:
+    activate_device(device)
     replica = StageReplica(job, stage, layer_ranges, device, version)
     if layer_inputs:
         for g, segment in replica.segments.items():

@@ -239,7 +239,7 @@ class ShadowReplicas:
             await self._context.after_action(step, name)
         else:
             copy = copies.to_host(outputs)
-            launched.add(LaunchedAction(step, name, began, copy.event, name, copy, keeps_output=True))
+            launched.add(LaunchedAction(step, name, began, copy.event, copy.computed, name, copy, keeps_output=True))
             await launched.wait_until_complete()
         self._eager_forward_s[g] = self._clock.now() - began
 

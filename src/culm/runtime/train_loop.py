@@ -69,7 +69,11 @@ class TrainLoop:
         context = self._context
         began = self._clock.now()
         await self._reducer.join_groups()
-        context.send_to_leader(messages.LayersReady(context.worker, self._epoch.number, self._clock.now() - began))
+        seconds = self._clock.now() - began
+        reduce, fallback = self._reducer.describe_groups()
+        context.send_to_leader(
+            messages.LayersReady(context.worker, self._epoch.number, seconds, reduce, reduce_fallback=fallback)
+        )
         await self._replay.run()
         self._report_completed_steps()
         self._drop_unused_replicas()

@@ -59,6 +59,7 @@ def _stream_digest(context: EpochContext, step: int) -> str | None:
 def build_final_report(context: EpochContext, executor: Executor, shadows: ShadowReplicas) -> FinalReport:
     """The last report of a worker: digests of the layers that it runs or shadows, trace spans and memory."""
     digests: dict[int, tuple[str, str]] = {}
+    copies = context.state.copies
     for stage in (*context.plan.stages_of(context.slot), *shadows.current_shadows):
         state = context.state.replicas[stage].state
         digests |= state.digests(state.layers)
@@ -68,6 +69,8 @@ def build_final_report(context: EpochContext, executor: Executor, shadows: Shado
         spans=tuple(context.state.spans),
         kept_bytes=context.state.peak_kept_bytes,
         peak_tapes=executor.peak_tapes,
+        peak_device_bytes=copies.peak_device_bytes,
+        peak_slab_bytes=copies.peak_slab_bytes,
         peak_rss=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         waited_s=executor.waited_s,
         eager_forwards=(shadows.eager_forwards_run, shadows.eager_forwards_due),

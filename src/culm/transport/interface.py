@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from culm.device.device_sums import DeviceSums
+
 Address: TypeAlias = str
 Tensors: TypeAlias = "tuple[Tensor | None, ...]"
 DamageHandler: TypeAlias = "Callable[[Address, FrameKey | None], None]"
@@ -47,6 +49,18 @@ def ignore_damage(sender: Address, key: FrameKey | None) -> None:
 
 class Group(Protocol):
     """Workers that sum tensors together. All members call `all_reduce` in the same order."""
+
+    @property
+    def library(self) -> str:
+        """What makes the sums, such as gloo. Known when the group was joined, like the two below."""
+
+    @property
+    def on_device(self) -> bool:
+        """Whether tensors are summed on the devices of the members; otherwise in host memory."""
+
+    @property
+    def fallback_reason(self) -> str:
+        """Why they are not summed on the devices, although that was asked for; empty: they are, or it was not."""
 
     async def join(self) -> None:
         """Connect to the other members; returns when all have joined."""
@@ -89,7 +103,8 @@ class Transport(FrameSource, Protocol):
         other thread needs to read small frames for it."""
 
     def set_frame_memory(self, allocate: FrameMemory) -> None:
-        """Receive frames in memory that `allocate` returns, which a device can reach quickly."""
+        """Receive frames in memory that `allocate` returns, which a device can reach quickly. From then on `receive`
+        does not poll: what a device has completed is sent by the event loop."""
 
     def release_sent_frames(self) -> None:
         """Drop the sent frames that are kept in case that they arrived damaged: their memory is needed."""
@@ -104,8 +119,9 @@ class Transport(FrameSource, Protocol):
         """Close every epoch below a number: waiting coroutines get EpochClosed, and no frame of it is delivered any
         more. Returns the frames that had arrived and were not taken."""
 
-    def group(self, key: FrameKey, members: Sequence[Address]) -> Group:
-        """The group of these members, of which this endpoint is one."""
+    def group(self, key: FrameKey, members: Sequence[Address], sums: DeviceSums | None = None) -> Group:
+        """The group of these members, of which this endpoint is one. `sums`: what the device of this worker offers, to
+        sum on the devices where all members can; None: sum in host memory. All members pass the same of the two."""
 
     async def close(self) -> None:
         """Send what is queued, then close every connection."""

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import resource
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import permutations
-from pathlib import Path
 
 from culm.cli.checks.check_result import CheckResult
+from culm.device.device_sums import REFUSED_NCCL
 from culm.device.host_memory import machine_memory_bytes, usable_memory_bytes
+from culm.providers.kill_injection import uses_mps
 
-_BAD_NCCL = (2, 28, 3), (2, 28, 8)
-"""First and last version that may hang or fail after a group was aborted."""
 _MIN_LOCKED_BYTES = 1 << 30
 
 
@@ -72,9 +70,9 @@ def _check_devices(facts: GpuFacts) -> CheckResult:
 
 def _check_nccl(found: tuple[int, ...]) -> CheckResult:
     version = ".".join(map(str, found))
-    if _BAD_NCCL[0] <= found <= _BAD_NCCL[1]:
+    if REFUSED_NCCL[0] <= found <= REFUSED_NCCL[1]:
         return CheckResult(
-            "nccl", "weak", f"{version} is refused for sums over GPUs", "install 2.28.9 or newer; Gloo is used today"
+            "nccl", "weak", f"{version} is refused for sums over GPUs", "Gloo is used instead; install 2.28.9 or newer"
         )
     return CheckResult("nccl", "good", version)
 
@@ -120,7 +118,7 @@ def find_gpu_facts() -> GpuFacts:
         unreachable_peers=[
             pair for pair in permutations(range(count), 2) if not torch.cuda.can_device_access_peer(*pair)
         ],
-        uses_mps="CUDA_MPS_PIPE_DIRECTORY" in os.environ or Path("/tmp/nvidia-mps/control").exists(),
+        uses_mps=uses_mps(),
         lockable_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         machine_bytes=machine_memory_bytes(),
         usable_bytes=usable_memory_bytes(),

@@ -64,6 +64,8 @@ class EventHandlers:
         self.started = False
         self._finish_requested = False
         """Whether the run is to end at the next step boundary."""
+        self._reduce_fallback = ""
+        """Why gradients are not summed by NCCL, as it was shown last."""
         self._last_t = 0.0
         """When the last step was committed, since the start of the run."""
 
@@ -282,7 +284,13 @@ class EventHandlers:
         state = self.state
         if message.epoch != state.epoch_number or self.epoch_change.halt_in_progress is not None:
             return
-        state.log_event("ready", **state.members.event_fields(message.worker), seconds=message.seconds)
+        where = state.members.event_fields(message.worker)
+        state.log_event("ready", **where, seconds=message.seconds, reduce=message.reduce or None)
+        if message.reduce_fallback and message.reduce_fallback != self._reduce_fallback:
+            self._reduce_fallback = message.reduce_fallback
+            state.log_event("reduce_fallback", **where, reduce=message.reduce, why=message.reduce_fallback)
+            way = "Gloo" if message.reduce == "gloo" else "encrypted connections"
+            state.show_incident(f"gradients are summed over {way} instead of NCCL: {message.reduce_fallback}")
         state.members.ready_workers.add(message.worker)
         if not state.members.all_ready:
             return

@@ -87,6 +87,7 @@ def first_epoch(
         storage=storage,
         resume_step=setup.resume,
         resume_from=setup.resume_from,
+        reduces_on_devices=setup.reduce == "nccl",
         keeps_outputs=setup.keeps_action_outputs,
         shadows=first_shadows(setup, members, zones),
         eager_shadows=setup.eager_shadows,

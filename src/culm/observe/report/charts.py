@@ -244,7 +244,7 @@ def _markers(kind: str, at: Sequence[tuple[Any, str]]) -> PlotlyFigure:
 
 def action_timeline(trace: PerfettoTrace) -> PlotlyFigure | None:
     """The last actions of each node, coloured by kind as in schedule diagrams. None: the trace has no actions."""
-    spans = [span for span in trace.traceEvents if span.ph == "X"]
+    spans = [span for span in trace.traceEvents if span.ph == "X" and span.cat != "copy"]
     labels = {
         span.tid: _escape_text(str(span.args.get("name") or span.tid)) for span in trace.traceEvents if span.ph == "M"
     }

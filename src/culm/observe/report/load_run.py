@@ -24,6 +24,7 @@ class PerfettoEvent(msgspec.Struct):
 
     ph: str
     name: str = ""
+    cat: str = ""
     tid: int = 0
     ts: float = 0.0
     dur: float = 0.0

@@ -445,7 +445,9 @@ def _memory_words(found: object) -> str | None:
     if not isinstance(found, Mapping):
         return None
     peak, kept = found.get("peak_rss_bytes") or 0, found.get("kept_bytes") or 0
-    return f"{peak / 2**20:,.0f} MiB at most in a worker, {kept / 2**20:,.1f} MiB kept for losses"
+    words = f"{peak / 2**20:,.0f} MiB at most in a worker, {kept / 2**20:,.1f} MiB kept for losses"
+    device, slabs = found.get("peak_device_bytes") or 0, found.get("peak_slab_bytes") or 0
+    return f"{words}, {device / 2**20:,.0f} MiB on its GPU, {slabs / 2**20:,.0f} MiB page-locked" if device else words
 
 
 def _config_words(found: object) -> str | None:

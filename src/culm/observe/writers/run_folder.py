@@ -314,6 +314,11 @@ def saved_checkpoint_steps(out: str) -> list[int]:
     return sorted(int(name) for name in names if name.isdigit())
 
 
+_COPY = "copy "
+"""The beginning of the name of a span in which a GPU copied an output to the host, beside the next action."""
+_FIRST_COPY_THREAD = 1_000_000
+
+
 def perfetto_trace(
     spans: Mapping[int, Sequence[tuple[int, str, float, float]]], labels: Mapping[int, str]
 ) -> dict[str, Any]:
@@ -321,18 +326,21 @@ def perfetto_trace(
     zero = min((s[2] for rows in spans.values() for s in rows), default=0.0)
     events: list[dict[str, Any]] = []
     for worker, rows in spans.items():
-        events.append(
-            {"ph": "M", "name": "thread_name", "pid": 0, "tid": worker, "args": {"name": labels.get(worker, "")}}
-        )
+        threads = {worker: labels.get(worker, "")}
+        if any(action.startswith(_COPY) for _, action, _, _ in rows):
+            threads[_FIRST_COPY_THREAD + worker] = f"{labels.get(worker, '')} copies to the host"
+        for thread, name in threads.items():
+            events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": thread, "args": {"name": name}})
         for step, action, start, end in rows:
-            kind = action.lstrip("0123456789")[:1]
+            is_copy = action.startswith(_COPY)
+            kind = "copy" if is_copy else action.lstrip("0123456789")[:1]
             events.append(
                 {
                     "ph": "X",
                     "name": action,
                     "cat": kind,
                     "pid": 0,
-                    "tid": worker,
+                    "tid": _FIRST_COPY_THREAD + worker if is_copy else worker,
                     "ts": (start - zero) * 1e6,
                     "dur": (end - start) * 1e6,
                     "args": {"step": step},

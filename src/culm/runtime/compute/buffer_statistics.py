@@ -144,7 +144,7 @@ def apply_to_buffers(module: nn.Module, statistics: Sequence[Tensor], device: to
     """Update the buffers of one module by the statistics of one micro-batch. They are moved to the device of the
     buffers."""
     if not isinstance(module, _NormBase):
-        cast(Any, module).apply_statistics(*(value.to(device, non_blocking=True) for value in statistics))
+        cast(Any, module).apply_statistics(*(_moved_to(device, value) for value in statistics))
         return
     assert module.running_mean is not None
     assert module.running_var is not None
@@ -153,7 +153,13 @@ def apply_to_buffers(module: nn.Module, statistics: Sequence[Tensor], device: to
         module.num_batches_tracked += passes
     kept, added = _momentum_factors(module, passes)
     for running, value in zip((module.running_mean, module.running_var), statistics[1:], strict=True):
-        running.mul_(kept).add_(value.to(device, non_blocking=True), alpha=added)
+        running.mul_(kept).add_(_moved_to(device, value), alpha=added)
+
+
+def _moved_to(device: torch.device, value: Tensor) -> Tensor:
+    """A value on another device. A clone is moved: the value may lie in a slab that is used again before a copy from
+    page-locked memory is done. A copy from ordinary memory has read it when the call returns."""
+    return value if value.device == device else value.clone().to(device, non_blocking=True)
 
 
 def _momentum_factors(module: _NormBase, passes: int) -> tuple[float, float]:

@@ -15,7 +15,6 @@ from culm.text_format import count_noun
 
 if TYPE_CHECKING:
     from culm.job import Job
-    from culm.transport.interface import Tensors
 
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
@@ -47,7 +46,8 @@ def select_device(job: Job, index: int = 0) -> torch.device:
 
 
 def activate_device(device: torch.device) -> None:
-    """Make a GPU that was selected by number the current one of this process, for code that names no GPU."""
+    """Make a GPU that was selected by number the current one of this thread, for code that names no GPU. Each thread
+    starts with GPU 0."""
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
 
@@ -99,12 +99,3 @@ def driver_version() -> str | None:
         return None
     found = re.search(r"\b(\d{3}\.\d+(?:\.\d+)?)\b", text)
     return found[1] if found else "unknown"
-
-
-def to_compute_device(tensors: Tensors, device: torch.device) -> Tensors:
-    """The tensors of a frame on the device that computes with them; on the CPU the same objects."""
-    if device.type == "cpu":
-        return tensors
-    return tuple(
-        None if t is None else t.detach().to(device, non_blocking=True).requires_grad_(t.requires_grad) for t in tensors
-    )

@@ -30,14 +30,20 @@ _SMALL_BYTES = 64 << 10
 class FrameGroup:
     """A group whose members exchange frames. `handle_lost_connection` makes it fail."""
 
+    library = "frames"
+    on_device = False
+
     def __init__(
         self,
         transport: Transport,
         key: FrameKey,
         members: Sequence[Address],
         receive: Callable[[FrameKey], Awaitable[Tensors]],
+        *,
+        fallback_reason: str = "",
     ) -> None:
         """`receive` waits for a frame without polling: reduces run beside the computing."""
+        self.fallback_reason = fallback_reason
         self._transport, self._key, self._members, self._receive = transport, key, tuple(members), receive
         self._rank = self._members.index(transport.address)
         self._others = [rank for rank in range(len(self._members)) if rank != self._rank]

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from culm.device.simulated_streams import SimulatedSums
 from culm.errors import EpochClosed, NodeLost
 from culm.transport.interface import Address, FrameKey
 
 if TYPE_CHECKING:
+    from culm.device.device_sums import DeviceSums
     from culm.transport.frames.simulated_network import SimulatedNetwork
 
 
@@ -46,10 +48,21 @@ class PendingReduce:
 class SimulatedGroup:
     """A group whose sums are made in the order of the members."""
 
+    library = "simulated"
+    fallback_reason = ""
+
     def __init__(
-        self, network: SimulatedNetwork, key: FrameKey, members: tuple[Address, ...], own_address: Address
+        self,
+        network: SimulatedNetwork,
+        key: FrameKey,
+        members: tuple[Address, ...],
+        own_address: Address,
+        sums: DeviceSums | None = None,
     ) -> None:
+        """`sums`: of a simulated device, on which the sums are made."""
         self._network, self._key, self._members, self._own_address = network, key, members, own_address
+        self._compute = sums.compute if isinstance(sums, SimulatedSums) else None
+        self.on_device = self._compute is not None
         self._sequence = 0
         self._closed = False
 
@@ -63,6 +76,8 @@ class SimulatedGroup:
             raise EpochClosed("the group was left")
         sequence, self._sequence = self._sequence, self._sequence + len(tensors)
         if len(self._members) > 1:
+            if self._compute is not None:  # a sum begins when the device has computed its terms
+                await self._compute.record().wait()
             await self._network.all_reduce(self._key, sequence, self._members, self._own_address, tensors)
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import Context
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -21,6 +21,9 @@ from culm.transport.interface import (
     Tensors,
     ignore_damage,
 )
+
+if TYPE_CHECKING:
+    from culm.device.device_sums import DeviceSums
 
 
 class Delivery(NamedTuple):
@@ -282,8 +285,8 @@ class SimulatedTransport:
     def close_epochs(self, below: int) -> dict[FrameKey, Tensors]:
         return self.mailbox.close_epochs(below)
 
-    def group(self, key: FrameKey, members: Sequence[Address]) -> SimulatedGroup:
-        return SimulatedGroup(self.network, key, tuple(members), self.address)
+    def group(self, key: FrameKey, members: Sequence[Address], sums: DeviceSums | None = None) -> SimulatedGroup:
+        return SimulatedGroup(self.network, key, tuple(members), self.address, sums)
 
     async def close(self) -> None:
         self.network.remove_endpoint(self.address)

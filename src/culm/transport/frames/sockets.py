@@ -43,6 +43,7 @@ from culm.transport.interface import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from culm.device.device_sums import DeviceSums
     from culm.transport.collectives.frame_group import FrameGroup
     from culm.transport.frames.shared_memory import SharedFrames
 
@@ -149,6 +150,7 @@ class SocketTransport:
 
     def set_frame_memory(self, allocate: FrameMemory) -> None:
         self._frame_memory = allocate
+        self._spin_s = 0.0  # outputs of the device are sent by the event loop, which must not poll meanwhile
 
     def _allocate_frame(self, tensors: list[Tensor]) -> list[Tensor] | None:
         return None if self._frame_memory is None else self._frame_memory(tensors)
@@ -160,16 +162,21 @@ class SocketTransport:
     def set_damage_handler(self, handler: DamageHandler) -> None:
         self._damage_handler = handler
 
-    def group(self, key: FrameKey, members: Sequence[Address]) -> Group:
-        """Sums travel over encrypted frames if a connection between two members is encrypted, else over Gloo, whose
-        connections cannot be encrypted."""
+    def group(self, key: FrameKey, members: Sequence[Address], sums: DeviceSums | None = None) -> Group:
+        """Sums travel over encrypted frames if a connection between two members is encrypted, else over NCCL or Gloo,
+        whose connections cannot be encrypted."""
         # A launcher uses no groups and does not import torch.
         if any(encrypts_host(self._encryption, member.rpartition(":")[0]) for member in members):
             from culm.transport.collectives.frame_group import FrameGroup
 
-            group = FrameGroup(self, key, members, self._receive_without_polling)
+            asked_for_device = "connections are encrypted, which NCCL's cannot be" if sums is not None else ""
+            group = FrameGroup(self, key, members, self._receive_without_polling, fallback_reason=asked_for_device)
             self._frame_groups.add(group)
             return group
+        if sums is not None:
+            from culm.transport.collectives.nccl import NcclGroup
+
+            return NcclGroup(self, key, members, sums)
         from culm.transport.collectives.gloo import GlooGroup
 
         return GlooGroup(self, key, members)

@@ -65,6 +65,8 @@ def summary_fields(job: Job, setup: RunSetup, ledger: Ledger, finals: Sequence[F
         "memory": {
             "peak_rss_bytes": max(f.peak_rss for f in finals),
             "kept_bytes": max(f.kept_bytes for f in finals),
+            "peak_device_bytes": max(f.peak_device_bytes for f in finals),
+            "peak_slab_bytes": max(f.peak_slab_bytes for f in finals),
             "live_activations": max(f.peak_tapes for f in finals),
         },
         "bubble_share": _bubble_share(finals),

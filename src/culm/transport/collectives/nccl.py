@@ -1,0 +1,181 @@
+"""Sums over a group of workers on their GPUs, with NCCL.
+
+The members first tell each other what they have. If one of them cannot use NCCL with the others, all of them use Gloo,
+on copies in host memory, and the group says why.
+
+Whether a sum is complete is decided by an event in the stream of the group alone, and only as long as the group was not
+aborted: torch's `Work.is_completed` is true after an error, too, and an abort completes the event of a sum that was
+never made. No other stream waits for such an event, so that a member that has died blocks nothing but the group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from culm.device.device_sums import DeviceCommunicator, DeviceSums, NcclSupport, find_obstacle
+from culm.errors import DeviceFailed, EpochClosed, NodeLost
+from culm.transport.collectives.gloo import GlooGroup, reduce_failed
+from culm.transport.collectives.member_store import Rendezvous, run_in_daemon_thread
+from culm.transport.interface import Address, FrameKey
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from culm.device.streams import DeviceEvent
+    from culm.transport.interface import Transport
+
+_CONNECT_S = 120.0
+"""A member has this long to connect: the first time, NCCL and its kernels are loaded."""
+_LOOK_S = 0.5
+"""Time between two looks for an error of the group, while a sum is awaited."""
+_ABORT_S = 20.0
+"""How long a new group waits for the end of those before it."""
+
+
+_ending: list[threading.Thread] = []
+"""Threads in which groups are aborted. A new group is created after them."""
+
+
+class NcclGroup:
+    """A group that sums on the GPUs of its members or, if one of them cannot, with Gloo."""
+
+    def __init__(self, transport: Transport, key: FrameKey, members: Sequence[Address], sums: DeviceSums) -> None:
+        self._transport, self._key, self._members, self._sums = transport, key, tuple(members), sums
+        self._communicator: DeviceCommunicator | None = None
+        self._gloo: GlooGroup | None = None
+        self._under_way: list[tuple[DeviceEvent, tuple[Tensor, ...]]] = []
+        """Sums that were launched, with the tensors that they write."""
+        self._closed = False
+        self.fallback_reason = ""
+        """Why Gloo is used."""
+        self.broken_off = 0
+        """Sums that were not complete when the group was closed."""
+
+    @property
+    def on_device(self) -> bool:
+        return self._gloo is None
+
+    @property
+    def library(self) -> str:
+        return "nccl" if self._gloo is None else "gloo"
+
+    async def join(self) -> None:
+        if len(self._members) == 1:
+            return
+        rendezvous = Rendezvous(self._transport, self._key, self._members)
+        self.fallback_reason = await rendezvous.run(self._connect(rendezvous))
+        if self.fallback_reason:
+            key = self._key._replace(name=f"{self._key.name} gloo")
+            self._gloo = GlooGroup(self._transport, key, self._members)
+            await self._gloo.join()
+
+    async def _connect(self, rendezvous: Rendezvous) -> str:
+        """Connect, if all members can. Returns why Gloo has to be used, which is the same at all members."""
+        own = msgspec.msgpack.encode(self._sums.support())
+        supports = [
+            msgspec.msgpack.decode(each, type=NcclSupport) for each in await rendezvous.exchange("support", own)
+        ]
+        obstacle = find_obstacle(supports)
+        if obstacle:
+            return obstacle
+        failure = await self._try_to_connect(rendezvous)
+        failures = [each.decode() for each in await rendezvous.exchange("failure", failure.encode())]
+        failure = next(filter(None, failures), "")
+        if failure:
+            self._leave()
+        return failure
+
+    async def _try_to_connect(self, rendezvous: Rendezvous) -> str:
+        """Connect. Returns what went wrong, or an empty text."""
+        try:
+            async with asyncio.timeout(_CONNECT_S):
+                await run_in_daemon_thread(self._connect_in_thread, rendezvous)
+        except TimeoutError:
+            self._closed = True  # a thread that connects after all aborts at once
+            return f"NCCL did not connect within {_CONNECT_S:g} s"
+        except (RuntimeError, DeviceFailed) as error:
+            return f"NCCL did not connect: {error}"
+        return ""
+
+    def _connect_in_thread(self, rendezvous: Rendezvous) -> None:
+        for thread in list(_ending):
+            thread.join(_ABORT_S)
+        communicator = self._sums.connect(rendezvous)
+        if self._closed:
+            communicator.abort()
+            return
+        self._communicator = communicator  # from now on `close` aborts it, also while it connects
+        communicator.make_first_sum(rendezvous.size)
+
+    async def all_reduce(self, *tensors: Tensor) -> None:
+        if len(self._members) == 1:
+            return
+        if self._gloo is not None:
+            await self._gloo.all_reduce(*tensors)
+            return
+        communicator = self._communicator
+        if communicator is None or self._closed:
+            raise EpochClosed("the group was left")
+        try:
+            event = communicator.launch(tensors)
+        except RuntimeError as error:
+            raise reduce_failed(len(self._members), error) from None
+        entry = event, tensors
+        self._under_way.append(entry)
+        await self._wait_for(event, communicator)
+        self._under_way.remove(entry)
+
+    async def _wait_for(self, event: DeviceEvent, communicator: DeviceCommunicator) -> None:
+        """Wait for the event of a sum. Raises EpochClosed if the group was left before, NodeLost after an error."""
+        waiting = asyncio.ensure_future(event.wait())
+        try:
+            done: set[asyncio.Future[None]] = set()
+            while not done:
+                done, _ = await asyncio.wait((waiting,), timeout=_LOOK_S)
+                if self._closed:  # the abort may have completed the event
+                    raise EpochClosed("the group was left")
+                error = communicator.find_error()
+                if error:
+                    raise NodeLost(f"a sum over {len(self._members)} workers broke off: {error}")
+            waiting.result()
+        finally:
+            waiting.cancel()
+
+    def close(self) -> None:
+        """Leave the group. Events are read before the abort, which completes them all."""
+        if self._gloo is not None:
+            self._gloo.close()
+        if not self._closed:
+            self._leave()
+
+    def _leave(self) -> None:
+        self._closed = True
+        communicator, self._communicator = self._communicator, None
+        written = [tensors for event, tensors in self._under_way if not _is_complete(event)]
+        self.broken_off = len(written)
+        self._under_way.clear()
+        if communicator is None:
+            return
+
+        def abort() -> None:
+            with contextlib.suppress(RuntimeError, DeviceFailed):  # the device reports it when it is drained
+                communicator.abort()
+            written.clear()  # only now nobody writes into them
+            _ending.remove(thread)
+
+        thread = threading.Thread(target=abort, name="culm-nccl-end", daemon=True)
+        _ending.append(thread)
+        thread.start()
+
+
+def _is_complete(event: DeviceEvent) -> bool:
+    try:
+        return event.is_complete()
+    except DeviceFailed:
+        return False
