@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 _SCAN_S = 0.01
+_WAIT_S = 120.0
+"""Longer than the ports of a run take to appear: only a test that would hang waits for so long."""
 _AT_ONCE = 100
 """Connections to one port before the next port has its turn."""
 _LISTENING = "0A"
@@ -27,20 +29,37 @@ class SilentConnections:
         self._before = set(_listening_ports())
         self._connections: dict[int, list[socket.socket]] = {}
         self._stopped = threading.Event()
+        self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run)
 
-    @property
-    def count_by_port(self) -> dict[int, int]:
-        return {port: len(connections) for port, connections in self._connections.items()}
+    def wait_for_ports(self, ports: int) -> None:
+        """Wait until this many ports have at least as many connections as one turn makes. Raises AssertionError if
+        they do not get them."""
+        needed = min(self._per_port, _AT_ONCE)
+
+        def are_connected() -> bool:
+            return sum(len(connections) >= needed for connections in self._connections.values()) >= ports
+
+        with self._changed:
+            if not self._changed.wait_for(are_connected, timeout=_WAIT_S):
+                counts = {port: len(connections) for port, connections in self._connections.items()}
+                raise AssertionError(f"fewer than {ports} ports have {needed} connections: {counts}")
 
     def _run(self) -> None:
         while not self._stopped.wait(_SCAN_S):
             for port in set(_listening_ports()) - self._before:
-                connections = self._connections.setdefault(port, [])
-                with contextlib.suppress(OSError):  # the port was closed meanwhile
-                    for _ in range(min(_AT_ONCE, self._per_port - len(connections))):
-                        connections.append(socket.create_connection(("127.0.0.1", port), timeout=5))
-                        connections[-1].sendall(self._first_bytes)
+                self._dial(port)
+
+    def _dial(self, port: int) -> None:
+        with self._changed:
+            connections = self._connections.setdefault(port, [])
+        with contextlib.suppress(OSError):  # the port was closed meanwhile
+            for _ in range(min(_AT_ONCE, self._per_port - len(connections))):
+                connection = socket.create_connection(("127.0.0.1", port), timeout=5)
+                with self._changed:
+                    connections.append(connection)
+                    self._changed.notify_all()
+                connection.sendall(self._first_bytes)
 
     def __enter__(self) -> SilentConnections:
         self._thread.start()

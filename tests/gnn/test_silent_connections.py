@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.gnn.run_folder import all_processes_ended
@@ -11,15 +13,17 @@ from tests.gnn.silent_connections import SilentConnections, open_files_allowed
 from tests.gnn.simulated_run import small_graph, small_model
 
 from culm.gnn import GnnResult, train
+from culm.gnn.gnn_run import GnnCallbacks
 
 GRAPH = small_graph()
 SERVERS, PARAMETER_SERVERS = 2, 1
 LISTENERS = SERVERS + PARAMETER_SERVERS + 1
-LIMIT_S = 20.0
-"""An undisturbed run takes about 2 s; silent connections that occupy threads delay it by 10 s for every few of them."""
+LIMIT_S = 45.0
+"""The rest of a run takes about 2 s. Silent connections that occupy threads delay it by 10 s for every few of them: by
+more than a minute for 40."""
 
 
-def run(out: Path | None = None) -> GnnResult:
+def run(out: Path | None = None, on_epoch: Callable[..., None] = lambda *_: None) -> GnnResult:
     return train(
         GRAPH,
         small_model(GRAPH),
@@ -29,6 +33,7 @@ def run(out: Path | None = None) -> GnnResult:
         servers=SERVERS,
         parameter_servers=PARAMETER_SERVERS,
         out=out,
+        callbacks=GnnCallbacks(on_epoch=on_epoch),
     )
 
 
@@ -44,10 +49,16 @@ def test_strangers_on_every_port_change_no_bit_and_do_not_delay_the_end(
 ) -> None:
     undisturbed = run()
     with open_files_allowed(2 * LISTENERS * per_port + 200), SilentConnections(per_port, first_bytes) as silent:
-        started_at = time.monotonic()
-        disturbed = run(tmp_path / "run")
-        assert time.monotonic() - started_at < LIMIT_S
-        assert len([count for count in silent.count_by_port.values() if count]) >= LISTENERS
+        connected_at: list[float] = []
+
+        def wait_for_strangers(*_: Any) -> None:
+            """After the first training epoch: all ports are open by then."""
+            if not connected_at:
+                silent.wait_for_ports(LISTENERS)
+                connected_at.append(time.monotonic())
+
+        disturbed = run(tmp_path / "run", wait_for_strangers)
+        assert time.monotonic() - connected_at[0] < LIMIT_S
     assert disturbed.losses == undisturbed.losses
     assert disturbed.summary["weights_sha256"] == undisturbed.summary["weights_sha256"]
     assert disturbed.summary["generations"] == 1

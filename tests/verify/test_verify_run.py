@@ -97,6 +97,11 @@ def tamper(folder: Path, step: int, tensor: str) -> None:
     catalog.commit(step, [receipt], manifest.scalars, manifest.facts, manifest.created)
 
 
+def safetensors_names(path: Path) -> set[str]:
+    data = path.read_bytes()
+    return set(json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]))
+
+
 def test_an_exact_run_through_a_kill_is_equal(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads((run / "summary.json").read_text())["preemptions"] == 1
     assert verified(run) == 0
@@ -137,6 +142,35 @@ def test_one_changed_bit_in_a_checkpoint_is_found(
         "step": 6, "layer": layer, "what": what, "tensor": tensor, "after": 4, "loss_step": None,
     }  # fmt: skip
     assert verified(run) == 0
+
+
+def test_a_flipped_bit_in_a_file_is_the_tensor_that_differs(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The last bytes of a shard belong to its last tensor. The manifest has the checksum of what was written."""
+    (shard, *_) = sorted((run / "checkpoints" / "step-00000006").glob("*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[-2] ^= 1
+    shard.write_bytes(data)
+    code, found = verify(capsys, run)
+    assert (code, found["equal"], found["steps"]) == (1, False, 2)
+    difference = found["first_difference"]
+    assert (difference["step"], difference["after"], difference["loss_step"]) == (6, 4, None)
+    assert difference["tensor"] in safetensors_names(shard)
+    assert f"{shard.name} is damaged" in found["damage"]
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 100, None], ids=["empty", "cut off", "missing"])
+def test_a_checkpoint_that_can_not_be_read_differs(
+    run: Path, capsys: pytest.CaptureFixture[str], kept_bytes: int | None
+) -> None:
+    (shard, *_) = sorted((run / "checkpoints" / "step-00000004").glob("*.safetensors"))
+    if kept_bytes is None:
+        shard.unlink()
+    else:
+        shard.write_bytes(shard.read_bytes()[:kept_bytes])
+    code, found = verify(capsys, run)
+    assert (code, found["equal"], found["steps"]) == (1, False, 0)
+    assert (found["first_difference"]["step"], found["first_difference"]["what"]) == (4, "file")
+    assert shard.name in found["damage"]
 
 
 def test_a_changed_start_is_found_from_the_step_before(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

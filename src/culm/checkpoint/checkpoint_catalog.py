@@ -169,6 +169,12 @@ class CheckpointCatalog:
         for later in [number for number in self._folder_steps() if number > step]:
             self._delete(later)
 
+    def delete_uncommitted(self, last_step: int) -> None:
+        """Delete the folders of steps up to `last_step` that were never committed."""
+        committed = self.steps()
+        for step in [number for number in self._folder_steps() if number <= last_step and number not in committed]:
+            self._delete(step)
+
     def folder_of(self, step: int) -> str:
         """The path or URL of the folder of a checkpoint."""
         return self.storage.display_path(_folder(step))

@@ -31,11 +31,19 @@ _WRITE_ATTEMPTS = 3
 
 class Storage:
     """Named files below a root. Names use "/" and are relative to the root. Every call accesses the storage; nothing is
-    cached."""
+    cached.
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
+    `existing`: a local folder, the root or one above it, that is never created: while it is gone, writes fail. Without
+    this, files would be written below the mount point of a disk that is not mounted, and a folder that was moved away
+    could not be moved back.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], *, existing: str | None = None) -> None:
         self.root = os.fspath(root)
         self._fs, self._base = _connect(self.root)
+        self._existing = None
+        if existing is not None and isinstance(self._fs, LocalFileSystem):
+            self._existing = Path(_connect(existing)[1])
 
     def write(self, name: str, data: bytes | memoryview) -> None:
         """Write a file completely or not at all, and create the folders it needs.
@@ -47,7 +55,7 @@ class Storage:
             if path is None:
                 self._put_object(self._full_path(name), bytes(data))
             else:
-                _write_atomically(path, memoryview(data).cast("B"))
+                _write_atomically(path, memoryview(data).cast("B"), self._existing)
 
     @contextmanager
     def open_new(self, name: str) -> Iterator[BinaryIO]:
@@ -61,7 +69,7 @@ class Storage:
                     file.flush()
                     self._fs.put_file(file.name, self._full_path(name))
                 return
-            _make_folder(path.parent)
+            _make_folder(path.parent, self._existing)
             with _renamed_at_end(path) as temporary, temporary.open("xb") as file:
                 yield file
                 file.flush()
@@ -151,6 +159,10 @@ class Storage:
             raise CheckpointError(f"could not {verb} {self.display_path(name)}: {_describe_error(error)}") from error
 
 
+class _FolderGone(FileNotFoundError):
+    """A folder that must exist is not there. Its text is the path."""
+
+
 def _connect(root: str) -> tuple[Any, str]:
     try:
         filesystem, base = url_to_fs(root)
@@ -172,6 +184,8 @@ def _describe_error(error: Exception) -> str:
             return "the disk is full: free some space there, or keep fewer checkpoints"
         case PermissionError() | OSError(errno=errno.EROFS):
             return "permission was denied: allow it to this user, or choose another place"
+        case _FolderGone():
+            return f"the folder {error} is gone: bring it back, or create it"
         case FileNotFoundError():
             return "it is not there: it was never written, or has been deleted meanwhile"
         case IsADirectoryError():
@@ -181,11 +195,12 @@ def _describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {error}: check that the place can be reached, then try again"
 
 
-def _write_atomically(path: Path, data: memoryview) -> None:
-    """Write a file next to its place, make it durable, then rename it. Folders that are deleted meanwhile are created
-    again: when other workers have completed the same checkpoint, its folder is pruned, and this shard is only late."""
+def _write_atomically(path: Path, data: memoryview, existing: Path | None) -> None:
+    """Write a file next to its place, make it durable, then rename it. Folders below `existing` that are deleted
+    meanwhile are created again: when other workers have completed the same checkpoint, its folder is pruned, and this
+    shard is only late."""
     for left in reversed(range(_WRITE_ATTEMPTS)):
-        _make_folder(path.parent)
+        _make_folder(path.parent, existing)
         try:
             _write_and_rename(path, data)
         except FileNotFoundError:
@@ -225,11 +240,14 @@ def _write_and_sync(path: Path, data: memoryview) -> None:
         os.close(descriptor)
 
 
-def _make_folder(folder: Path) -> None:
-    """Create a folder and its parents for their owner only, each durable before anything is put into it."""
+def _make_folder(folder: Path, existing: Path | None = None) -> None:
+    """Create a folder and its parents for their owner only, each durable before anything is put into it. Raises
+    _FolderGone if `existing` is one of them and is not there."""
     if folder.is_dir():
         return
-    _make_folder(folder.parent)
+    if folder == existing and not folder.exists():
+        raise _FolderGone(str(folder))
+    _make_folder(folder.parent, existing)
     folder.mkdir(mode=0o700, exist_ok=True)
     _sync_folder(folder.parent)
 

@@ -21,6 +21,7 @@ from culm.errors import CheckpointError, PlanError, UsageError
 from culm.market.rental_cost import MINIMUM_S, Rental, rental_terms
 from culm.observe.event_hooks import HOOK_OF_KIND
 from culm.observe.report.cost_reader import earlier_rentals
+from culm.observe.writers.run_folder import local_path
 from culm.observe.writers.writer_registry import check_writers
 from culm.plan.model.accelerators import USABLE_MEMORY_SHARE
 from culm.plan.model.layer_partition import partition_layers, segment_layer_ranges
@@ -398,8 +399,19 @@ def _newest_manifest(folder: str) -> tuple[Manifest, tuple[tuple[int, str], ...]
     try:
         found = CheckpointCatalog(Storage(_checkpoint_folder(folder))).newest()
     except CheckpointError as error:
-        raise UsageError(f"--resume {folder!r}: {error}") from None
+        raise UsageError(f"--resume {folder!r}: {error}{_run_folders_hint(folder)}") from None
     return found.manifest, found.rejected
+
+
+def _run_folders_hint(folder: str) -> str:
+    """If a local folder is the parent of run folders, or is inside of one: which to name instead, as a sentence."""
+    path = local_path(folder)
+    if path is None or (path / "checkpoints").is_dir():
+        return ""
+    inside = [each for each in (path, *path.parents[:2]) if each.name == "checkpoints"]
+    found = [each.parent for each in inside] or [each.parent for each in path.glob("*/checkpoints") if each.is_dir()]
+    newest = max(found, key=lambda each: (each / "checkpoints").stat().st_mtime, default=None)
+    return "" if newest is None else f"; run folders have a folder 'checkpoints': the newest here is {newest}"
 
 
 def job_facts(job: Job, model_info: ModelInfo) -> dict[str, str | int | float | bool | list[list[str]] | None]:

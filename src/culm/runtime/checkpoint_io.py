@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from culm.transport.interface import Transport
 
 
+_MISSING_S = 30.0
+"""How long a folder of checkpoints that was there is expected back. After that it is created again."""
 _LOAD_RETRIES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0)
 """Waits between attempts to read a checkpoint. Bounded: a damaged checkpoint raises the same error every time."""
 
@@ -45,10 +47,12 @@ class CheckpointWriter:
         """(epoch, completed steps) of the last write that was begun."""
         self._write_failed = self._stalled = False
         """Whether an attempt of the write under way has failed, and whether the last one has not returned yet."""
-        self._storage_failed = False
-        """Whether the leader was told of a failure after which nothing has been written."""
+        self._failing_since: float | None = None
+        """The time of the first failure, reported to the leader, after which nothing has been written."""
         self._state_changed = asyncio.Event()
         """Set when an attempt has failed or a write has ended."""
+        self._known_folder = ""
+        """The folder of checkpoints in which the last write succeeded."""
 
     async def save(self, context: EpochContext, completed_steps: int, *, last: bool = False) -> None:
         """Copy this worker's share of the state and write it in the background.
@@ -113,14 +117,15 @@ class CheckpointWriter:
         storage = epoch.storage
 
         def write_shard() -> ShardReceipt:
-            catalog = CheckpointCatalog(Storage(storage))
+            catalog = CheckpointCatalog(Storage(storage, existing=self._existing_folder(storage)))
             if slot == 0:
                 write_model_files(catalog.storage, files)
             return catalog.write_shard(completed_steps, catalog.shard_name(completed_steps, slot), snapshot.tensors)
 
         def handle_failure(why: str, stalled: bool) -> None:
-            self._write_failed = self._storage_failed = True
-            self._stalled = stalled
+            if self._failing_since is None:
+                self._failing_since = self._clock.now()
+            self._write_failed, self._stalled = True, stalled
             self._state_changed.set()
             self._report_storage(epoch, completed_steps, why)
 
@@ -129,9 +134,9 @@ class CheckpointWriter:
             receipt = await retry_storage(self._clock, write_shard, handle_failure, stall_timeout_s(size))
         finally:
             self._state_changed.set()
-        self._stalled = False
-        if self._storage_failed:
-            self._storage_failed = False
+        self._stalled, self._known_folder = False, storage
+        if self._failing_since is not None:
+            self._failing_since = None
             self._report_storage(epoch, completed_steps, "")
         report = ShardReport(
             self._worker,
@@ -145,6 +150,12 @@ class CheckpointWriter:
             checksums,
         )
         self._transport.send_message(epoch.leader, encode(report))
+
+    def _existing_folder(self, storage: str) -> str:
+        """The folder that must exist for a write. It is that of the checkpoints, if it was there before and is not
+        missing for too long, and else the run folder: that is never created again."""
+        missing_s = 0.0 if self._failing_since is None else self._clock.now() - self._failing_since
+        return storage if storage == self._known_folder and missing_s < _MISSING_S else storage.rpartition("/")[0]
 
     def _report_storage(self, epoch: Epoch, completed_steps: int, why: str, *, skipped: bool = False) -> None:
         """Report to the leader that the storage fails, or with an empty reason that it works again."""

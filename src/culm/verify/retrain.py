@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -13,7 +13,7 @@ import torch
 from culm.checkpoint import CheckpointCatalog, Manifest, Storage
 from culm.checkpoint.export import OPTIMIZER_PREFIX
 from culm.cluster.prepare_run import inspect_layers, job_facts
-from culm.errors import UsageError
+from culm.errors import CheckpointError, UsageError
 from culm.runtime.checkpoint_io import load_checkpoint
 from culm.runtime.compute.deterministic import exact_algorithms
 from culm.runtime.compute.device import select_device
@@ -39,7 +39,8 @@ class Difference:
     layer: int | None
     """None: the checkpoint is equal, but the digest in summary.json is not."""
     what: str
-    """weights, buffers, optimizer, or the key of summary.json."""
+    """weights, buffers, optimizer, the key of summary.json, or file: a file is damaged, and its tensors cannot be
+    read."""
     tensor: str | None
     """The first tensor of the layer that differs."""
     after: int
@@ -57,6 +58,8 @@ class Verification:
     checkpoints: tuple[int, ...]
     """The checkpoints that were compared and are equal."""
     difference: Difference | None
+    damage: str | None = None
+    """If the checkpoint that differs does not have the bytes that were written: which of its files, as a sentence."""
 
     @property
     def proven_steps(self) -> int:
@@ -71,6 +74,7 @@ class Verification:
             "first_difference": None if self.difference is None else asdict(self.difference),
             "range": list(self.steps),
             "checkpoints": list(self.checkpoints),
+            "damage": self.damage,
         }
 
 
@@ -79,15 +83,16 @@ def verify_steps(
 ) -> Verification:
     """Retrain the steps in this process, from the initial weights or a checkpoint, and compare at every checkpoint.
 
-    Stops at the first checkpoint that differs. Changes nothing in the folder. Raises UsageError if the job is not the
-    one that the checkpoints were made with, or if this machine is of another kind; CheckpointError if a checkpoint is
-    damaged; and what a run would raise.
+    Stops at the first checkpoint that differs; one that is damaged differs. Changes nothing in the folder. Raises
+    UsageError if the job is not the one that the checkpoints were made with, or if this machine is of another kind;
+    CheckpointError if the checkpoint of the first step is damaged; and what a run would raise.
     """
     catalog = CheckpointCatalog(Storage(run.checkpoint_root))
     points = [p for p in run.checkpoints if steps.first < p <= steps.last or p == steps.first == 0]
     facts = job_facts(job, inspect_layers(job))
     for point in sorted({steps.first, *points} & {*run.checkpoints}):
-        _check_facts(catalog.check(point, verify="sizes"), facts)
+        with suppress(CheckpointError):  # it is compared later
+            _check_facts(catalog.check(point, verify="sizes"), facts)
     device = select_device(job)
     with _threads(job.threads), exact_algorithms(job, device):
         state = ModelState(job, range(len(job.layers)), device)
@@ -148,6 +153,7 @@ class _Retraining:
         self._next_step = steps.first
         self._equal_points: list[int] = []
         self._loss_step: int | None = None
+        self._damage: str | None = None
 
     def compare_at(self, points: list[int]) -> Verification:
         """Train to each checkpoint and compare with it, then with summary.json if the last one is the run's end."""
@@ -159,7 +165,7 @@ class _Retraining:
                 break
             self._equal_points.append(point)
         difference = difference or self._compare_summary()
-        return Verification(self._steps, len(self._state.layers), tuple(self._equal_points), difference)
+        return Verification(self._steps, len(self._state.layers), tuple(self._equal_points), difference, self._damage)
 
     def _train_to(self, point: int) -> None:
         text, total = f"retraining steps {self._steps}", self._steps.last - self._steps.first
@@ -176,8 +182,20 @@ class _Retraining:
             self._loss_step = self._next_step
 
     def _compare_checkpoint(self, point: int) -> Difference | None:
+        try:
+            return self._compare_layers(point, verify=True)
+        except CheckpointError as error:
+            self._damage = str(error)
+        with suppress(CheckpointError):  # the tensor that differs says more than the file
+            found = self._compare_layers(point, verify=False)
+            if found is not None:
+                return found
+        return self._difference(point, None, "file", None)
+
+    def _compare_layers(self, point: int, *, verify: bool) -> Difference | None:
+        """Raises CheckpointError if the checkpoint cannot be read or, with `verify`, if a file is damaged."""
         manifest = self._catalog.check(point, verify="sizes")
-        with self._catalog.open(manifest, verify=True) as reader:
+        with self._catalog.open(manifest, verify=verify) as reader:
             for layer in self._state.layers:
                 retrained = self._state.snapshot([layer])
                 saved = _saved_layer(reader, layer, retrained)

@@ -437,10 +437,11 @@ def test_a_checkpoint_of_another_model_or_optimizer_is_refused(
 def test_a_disk_that_stays_full_is_one_sentence_at_the_end_and_the_checkpoint_before_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = os.write
+    real, full = os.write, [False]
 
     def write(descriptor: int, data: Any) -> int:
-        if (tmp_path / "checkpoints" / "step-00000004").exists():
+        full[0] = full[0] or (tmp_path / "checkpoints" / "step-00000004").exists()
+        if full[0]:
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(descriptor, data)
 

@@ -6,7 +6,7 @@ import errno
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import fsspec
 import pytest
@@ -138,7 +138,10 @@ def test_a_run_without_a_folder_writes_nothing(tmp_path: Path, monkeypatch: pyte
 
 
 class Full:
-    """A file on a disk without room."""
+    """An open file on a disk without room."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.fileno = file.fileno
 
     def write(self, _: str) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -150,7 +153,8 @@ class Full:
 def test_a_full_disk_is_one_sentence_and_a_line_can_be_written_when_there_is_room(tmp_path: Path) -> None:
     folder = RunFolder(str(tmp_path))
     folder.open()
-    folder._line_files = {"steps.jsonl": Full(), "events.jsonl": Full()}  # type: ignore[dict-item]
+    opened = folder._line_files
+    folder._line_files = {name: Full(file) for name, file in opened.items()}  # type: ignore[misc]
     with pytest.raises(RunError, match=f"{tmp_path}/steps.jsonl cannot be written: No space left on device"):
         folder.write_step(StepMetrics(step=0))
     folder.write_step(StepMetrics(step=0))

@@ -102,8 +102,13 @@ def result_sentence(found: Verification) -> str:
             f"of {count_noun(found.layers, 'layer')} are the same bits"
         )
     at = found.difference
+    damage = "" if found.damage is None else f"; {found.damage}"
+    if at.what == "file":
+        return f"different: the checkpoint of step {at.step} cannot be compared{damage}"
     if at.layer is None:
         return f"different: {at.what} in summary.json is not the digest of step {at.step}, whose checkpoint is equal"
     loss = "all losses are equal" if at.loss_step is None else f"the loss first differs in step {at.loss_step}"
     proven = f"{found.steps.first}:{at.after} is equal, " if at.after > found.steps.first else ""
-    return f"different: layer {at.layer}, {at.what} ({at.tensor}), in steps {at.after}:{at.step}; {proven}{loss}"
+    return (
+        f"different: layer {at.layer}, {at.what} ({at.tensor}), in steps {at.after}:{at.step}; {proven}{loss}{damage}"
+    )

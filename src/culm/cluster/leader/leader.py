@@ -519,7 +519,7 @@ class Leader:
         else lines are kept until it can."""
         state = self.state
         if not new_run:
-            self._folder = RunFolder(state.setup.out, resumed_at=state.setup.steps)
+            self._folder = RunFolder(state.setup.out, resumed_at=state.setup.steps, creates=False)
             self._line_buffer = self._buffer_lines(self._folder)
         self._line_buffer.open()
         if new_run and not await self._line_buffer.flush(_OPEN_TIMEOUT_S, despite_failure=True):
@@ -631,7 +631,7 @@ class Leader:
                 await self._write_newest_cost()
 
     async def _write_run_files(self, summary: dict[str, Any]) -> None:
-        """Write summary.json, trace.json and all lines, with retries. Raises RunError if that fails for too long.
+        """Write summary.json and all lines, with retries, and trace.json. Raises RunError if that fails for too long.
 
         In a thread: with many nodes it takes longer than a lease, which the event loop must renew meanwhile.
         """
@@ -641,14 +641,13 @@ class Leader:
             del stalled
             self._handle_storage_failure("summary", state.setup.out or "", why, "summary.json")
 
-        writing = asyncio.ensure_future(
-            retry_storage(self.clock, lambda: self._write_summary_and_trace(summary), handle_failure)
-        )
+        writing = asyncio.ensure_future(retry_storage(self.clock, lambda: self._write_summary(summary), handle_failure))
         try:
             while not writing.done():
                 await self._wait_or_raise(writing)
             writing.result()
             self._storage_health.record_recovery("summary")
+            await self._write_trace()
             if self._folder.is_url:
                 self._line_buffer.sync()
             while not await self._line_buffer.flush(FINAL_CHECK_S, despite_failure=True):
@@ -666,13 +665,25 @@ class Leader:
         if (why := self._storage_health.give_up_reason(state.setup.storage_timeout)) is not None:
             raise RunError(why)
 
-    def _write_summary_and_trace(self, summary: dict[str, Any]) -> None:
+    def _write_summary(self, summary: dict[str, Any]) -> None:
         """Raises RunError if a file cannot be written."""
-        state = self.state
-        assert state.epoch is not None
         self._folder.write_json("summary.json", summary)
         if self._cost_record is not None:
             self._folder.write_json("cost.json", msgspec.to_builtins(self._cost_record))
+
+    async def _write_trace(self) -> None:
+        """Write trace.json, unless that fails: a disk that is too full for it has everything that the run is for."""
+        try:
+            async with asyncio.timeout(STALL_S):
+                await self.clock.run_in_thread(self._folder.write_json, "trace.json", self._trace())
+        except (RunError, TimeoutError) as error:
+            why = str(error) or f"it was not written within {STALL_S:.0f} s"
+            self.log_event("trace_failed", why=why)
+
+    def _trace(self) -> dict[str, Any]:
+        """The last actions of every worker."""
+        state = self.state
+        assert state.epoch is not None
         stages = Plan.from_text(state.epoch.plan).stages
         labels = {
             member.worker: f"{member.label}: {slot_label(slot, stages)}"
@@ -680,13 +691,14 @@ class Leader:
             if member is not None
         }
         spans = {final.worker: final.spans for final in state.final_reports.values()}
-        self._folder.write_json("trace.json", perfetto_trace(spans, labels))
+        return perfetto_trace(spans, labels)
 
     def _handle_storage_report(self, report: messages.StorageReport) -> None:
         """A worker cannot write its checkpoint shard, or can again."""
         name = shard_write_name(report.worker)
         if report.skipped:
             self._storage_health.record_skipped(report.step)
+            self._start_task(self._committer.delete_skipped(self._folder.checkpoints or "", report.step))
         elif report.why:
             path, delayed = self._folder.checkpoints or "", f"the checkpoint of step {report.step}"
             where = self.state.members.describe_worker(report.worker)

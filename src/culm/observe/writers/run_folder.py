@@ -45,12 +45,15 @@ class RunFolder:
     except for the steps that will be run again, so that each step is in steps.jsonl once.
 
     It has the methods of a `Writer`. Its methods raise RunError if a file cannot be written. Each of them can be
-    called again after that: a part of a line that a failed call has written is removed first.
+    called again after that: a part of a line that a failed call has written is removed first. A file of lines that was
+    deleted is written again with all of its lines. A local folder that is gone is not created again: it may be on a
+    disk that is not mounted at the moment.
     """
 
-    def __init__(self, out: str | None, *, resumed_at: int | None = None) -> None:
+    def __init__(self, out: str | None, *, resumed_at: int | None = None, creates: bool = True) -> None:
+        """`creates`: whether `open` creates a folder that does not exist."""
         self.out = out
-        self._resumed_at = resumed_at
+        self._resumed_at, self._creates = resumed_at, creates
         self._line_files: dict[str, BinaryIO] = {}
         self._sizes: dict[str, int] = {}
         """Bytes of whole lines by file."""
@@ -75,10 +78,13 @@ class RunFolder:
 
     @cached_property
     def _storage(self) -> Storage:
+        return self._connect(self.out)
+
+    def _connect(self, existing: str | None) -> Storage:
         from culm.checkpoint import Storage  # it imports torch, which launchers do without
 
         assert self.out is not None
-        return Storage(self.out)
+        return Storage(self.out, existing=existing)
 
     def open(self, run: RunInfo | None = None) -> None:  # noqa: ARG002 the contract of writers
         """Create or continue the files of lines. Raises RunError if the folder cannot be written."""
@@ -94,8 +100,10 @@ class RunFolder:
             file: BinaryIO = tempfile.TemporaryFile("w+b", buffering=0)  # noqa: SIM115 until the run ends
             _write_all(file, content)
         else:
-            self._storage.write(name, content)
-            file = _open_locked(path)
+            storage = self._connect(None) if self._creates and not self._line_files else self._storage
+            storage.write(name, content)
+            file = _open_lines(path)
+            _lock(file)
         self._line_files[name], self._sizes[name] = file, len(content)
         self._damaged.discard(name)
 
@@ -116,7 +124,7 @@ class RunFolder:
         if name not in self._line_files:
             return
         with self._explain_errors(name):
-            if name in self._damaged:
+            if name in self._damaged or self._was_replaced(name):
                 self._repair(name)
             self._damaged.add(name)
             if not self.is_url:
@@ -126,17 +134,40 @@ class RunFolder:
             self._damaged.discard(name)
             self._unsynced = True
 
-    def _repair(self, name: str) -> None:
-        """Open a file anew, because its descriptor may be stale, and remove a line that was written in part."""
+    def _was_replaced(self, name: str) -> bool:
+        """Whether the path of a file is not that of the open file any more: writes would be lost."""
         path = self._storage.local_path(name)
+        if path is None:
+            return False
+        try:
+            opened = os.fstat(self._line_files[name].fileno())
+        except OSError:  # stale
+            return True
+        try:
+            return not os.path.samestat(path.stat(), opened)
+        except FileNotFoundError:
+            return True
+
+    def _repair(self, name: str) -> None:
+        """Open a file anew, because its descriptor may be stale or its path that of another file. Remove a line that
+        was written in part, and add lines that the file at the path does not have."""
+        path, size = self._storage.local_path(name), self._sizes[name]
         if path is not None:
+            former, file = self._line_files[name], _open_lines(path)
+            try:
+                found = file.seek(0, os.SEEK_END)
+                _write_all(file, _read_open_file(former, found, size))
+            except OSError:
+                file.close()
+                raise
             with contextlib.suppress(OSError):
-                self._line_files[name].close()
-            self._line_files[name] = _open_locked(path)
+                former.close()
+            _lock(file)  # now: closing any descriptor of a file releases the locks of the process
+            self._line_files[name] = file
         file = self._line_files[name]
-        if file.seek(0, os.SEEK_END) > self._sizes[name]:
-            file.truncate(self._sizes[name])
-            file.seek(0, os.SEEK_END)
+        if file.seek(0, os.SEEK_END) > size:
+            file.truncate(size)
+        self._sizes[name] = file.seek(0, os.SEEK_END)
 
     def rewind(self, step: int) -> None:
         """Remove the lines of this step and later ones: they will be run again, from a checkpoint."""
@@ -209,12 +240,26 @@ def _lines_before(name: str, data: bytes, step: int) -> bytes:
     return "".join(kept).encode()
 
 
-def _open_locked(path: Path) -> BinaryIO:
-    """Open a file for appending, with a lock if its file system has locks."""
-    file = path.open("ab", buffering=0)
+def _open_lines(path: Path) -> BinaryIO:
+    """Open a file for appending and reading."""
+    return path.open("a+b", buffering=0)
+
+
+def _lock(file: BinaryIO) -> None:
+    """Lock a file if its file system has locks."""
     with contextlib.suppress(OSError):
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return file
+
+
+def _read_open_file(file: BinaryIO, start: int, end: int) -> bytes:
+    """The bytes of an open file between two positions; empty if it cannot be read any more."""
+    data = b""
+    with contextlib.suppress(OSError):
+        while start + len(data) < end and (
+            piece := os.pread(file.fileno(), end - start - len(data), start + len(data))
+        ):
+            data += piece
+    return data
 
 
 def _write_all(file: BinaryIO, data: bytes) -> None:

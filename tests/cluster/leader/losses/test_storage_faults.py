@@ -8,6 +8,7 @@ import errno
 import functools
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,9 @@ def test_a_line_that_was_written_in_part_is_written_once(tmp_path: Path) -> None
                 raise OSError(errno.ENOSPC, "No space left on device")
             return real.write(bytes(data)[:6])
 
+        def fileno(self) -> int:
+            return real.fileno()
+
         def close(self) -> None:
             real.close()
 
@@ -194,6 +198,114 @@ def test_a_line_that_was_written_in_part_is_written_once(tmp_path: Path) -> None
     folder.append("steps.jsonl", b'{"step": 1}\n')
     folder.close()
     assert steps_in(tmp_path) == [0, 1]
+
+
+@pytest.mark.parametrize("file", [".", "steps.jsonl"], ids=["folder", "file"])
+def test_lines_are_written_when_what_was_moved_away_is_back(tmp_path: Path, file: str) -> None:
+    """A line is never written to a file that has left its place, and nothing is created in place of the folder."""
+    out, away = tmp_path / "run", tmp_path / "away"
+    folder = RunFolder(str(out))
+    folder.open()
+    folder.append("steps.jsonl", b'{"step": 0}\n')
+    (out / file).rename(away)
+    if file == ".":
+        with pytest.raises(RunError, match=r"steps\.jsonl cannot be written: No such file"):
+            folder.append("steps.jsonl", b'{"step": 1}\n')
+        with pytest.raises(RunError, match="could not write .* the folder .*run is gone: bring it back, or create it"):
+            folder.write_json("summary.json", {})
+        assert not out.exists()
+        away.rename(out)
+    folder.append("steps.jsonl", b'{"step": 1}\n')
+    folder.append("steps.jsonl", b'{"step": 2}\n')
+    folder.close()
+    assert steps_in(out) == [0, 1, 2]
+
+
+def test_lines_of_a_deleted_folder_are_written_again_when_it_is_created(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    folder = RunFolder(str(out))
+    folder.open()
+    folder.append("steps.jsonl", b'{"step": 0}\n')
+    shutil.rmtree(out)
+    with pytest.raises(RunError, match="cannot be written"):
+        folder.append("steps.jsonl", b'{"step": 1}\n')
+    out.mkdir()
+    folder.append("steps.jsonl", b'{"step": 1}\n')
+    folder.close()
+    assert steps_in(out) == [0, 1]
+
+
+# Folders that vanish
+
+
+@pytest.mark.parametrize("moved", ["run", "run/checkpoints"])
+def test_a_folder_that_is_moved_away_for_a_moment_can_be_moved_back(tmp_path: Path, moved: str) -> None:
+    """Nothing is created in its place meanwhile. Afterwards it has all steps, events and the newest checkpoint."""
+    out, away, there = tmp_path / "run", tmp_path / "away", tmp_path / moved
+    absent: list[bool] = []
+
+    async def script(cluster: Cluster) -> None:
+        await cluster.wait_until_committed(3)
+        there.rename(away)
+        await cluster.wait_until_committed(8)
+        absent.append(not there.exists())
+        away.rename(there)
+
+    found = simulate(job(steps=12), out=str(out), checkpoint_every=2, script=script)
+    assert absent == [True]
+    assert found.summary["checkpoints"][-1] == 12
+    assert steps_in(out) == list(range(12))
+    assert events(out, "storage_failed")
+    assert events(out, "storage_recovered")
+    assert events(out, "finished")
+    assert json.loads((out / "summary.json").read_text())["steps"] == 12
+    CheckpointCatalog(Storage(out / "checkpoints")).check(12)
+
+
+def test_a_folder_of_checkpoints_that_stays_away_is_created_again(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+
+    async def script(cluster: Cluster) -> None:
+        await cluster.wait_until_committed(3)
+        shutil.rmtree(out / "checkpoints")
+
+    found = simulate(job(steps=STEPS), out=str(out), checkpoint_every=2, script=script)
+    assert found.summary["checkpoints"][-1] == STEPS
+    CheckpointCatalog(Storage(out / "checkpoints")).check(STEPS)
+    assert events(out, "storage_recovered")[0]["seconds"] > 20
+
+
+def test_shards_of_a_skipped_checkpoint_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Node 1 cannot write: shards of node 0 do not fill the disk meanwhile."""
+    real, seen = CheckpointCatalog.write_shard, []
+
+    def write_shard(catalog: CheckpointCatalog, step: int, name: str, tensors: Any) -> Any:
+        if step < STEPS and name.endswith("-1.safetensors"):
+            raise CheckpointError("could not write x: the disk is full")
+        if step == STEPS:
+            seen.append(catalog.storage.list())
+        return real(catalog, step, name, tensors)
+
+    monkeypatch.setattr(CheckpointCatalog, "write_shard", write_shard)
+    found = simulate(job(steps=STEPS), out=str(tmp_path), checkpoint_every=2)
+    assert found.summary["checkpoints"] == [STEPS]
+    assert seen
+    assert all(len(folders) <= 2 for folders in seen), seen
+
+
+def test_a_trace_that_can_not_be_written_does_not_fail_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = RunFolder.write_json
+
+    def write_json(folder: RunFolder, name: str, value: Any) -> None:
+        if name == "trace.json":
+            raise RunError("could not write trace.json: the disk is full")
+        real(folder, name, value)
+
+    monkeypatch.setattr(RunFolder, "write_json", write_json)
+    simulate(job(steps=2), out=str(tmp_path))
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 2
+    assert "the disk is full" in events(tmp_path, "trace_failed")[0]["why"]
+    assert not events(tmp_path, "storage_failed")
 
 
 def test_the_event_loop_does_not_wait_for_a_line_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

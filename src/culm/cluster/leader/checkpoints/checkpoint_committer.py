@@ -32,6 +32,7 @@ class CheckpointCommitter:
         self._tracker, self._setup, self._clock = tracker, setup, clock
         self._committed_steps = 0
         self._commit_task: asyncio.Task[CommittedCheckpoint | None] | None = None
+        self._deletes_skipped = False
         self._commit_failure = asyncio.Event()
         """Set when an attempt of the commit under way has failed."""
         self.on_failure: Callable[[str, str], None] = lambda *_: None
@@ -91,7 +92,7 @@ class CheckpointCommitter:
     def _write_commit(self, key: tuple[int, int], folder: str) -> CommittedCheckpoint:
         """Write the manifest of a checkpoint, then delete old checkpoints. Runs in a thread."""
         step, parts = key[1], self._tracker.shards_of(key)
-        catalog = CheckpointCatalog(Storage(folder))
+        catalog = CheckpointCatalog(Storage(folder, existing=folder))
         receipts = [ShardReceipt(r.name, r.sha256, r.size, r.tensors) for r in parts]
         scalars = {name: value for r in parts for name, value in r.scalars.items()}
         verified = step in self._tracker.verified_steps
@@ -134,6 +135,19 @@ class CheckpointCommitter:
                     await self._clock.run_in_thread(
                         catalog.prune, self._setup.keep_last, verify="sizes", keep=self._tracker.kept_steps
                     )
+
+    async def delete_skipped(self, folder: str, step: int) -> None:
+        """Delete the shards of the skipped checkpoint of a step and of earlier ones that were not committed: on a full
+        disk they may take the space of the next checkpoint. Errors are ignored. Does nothing while an earlier call is
+        in progress: a storage that hangs must not occupy more than one thread."""
+        if self._deletes_skipped:
+            return
+        self._deletes_skipped = True
+        try:
+            with contextlib.suppress(CheckpointError):
+                await self._clock.run_in_thread(CheckpointCatalog(Storage(folder)).delete_uncommitted, step)
+        finally:
+            self._deletes_skipped = False
 
     async def return_to_verified(self, folder: str | None) -> FoundCheckpoint | None:
         """Step and folder of the newest verified checkpoint; None: there is none. Later ones are deleted."""
