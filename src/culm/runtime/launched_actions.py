@@ -34,6 +34,8 @@ class LaunchedAction:
 
     step: int
     label: str
+    work: str
+    """Its segment and kind, as in 2F."""
     launched_at: float
     event: DeviceEvent
     """Complete when the action is done and its output, if it has one, is in host memory."""
@@ -125,6 +127,9 @@ class LaunchedActions:
         began = max(action.launched_at, self._last_completed_at)
         self._last_completed_at = now
         self._state.spans.append((action.step, action.label, began, now))
+        open_step = self._state.open_steps.get(action.step)
+        if open_step is not None:
+            open_step.record_work(action.work, now - began)
         self.actions_done += 1
         self.slowest_action_s = max(self.slowest_action_s, now - began)
 
