@@ -41,7 +41,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection(session: pytest.Session) -> None:
-    """Try properties on a few examples, the same in each run. More of them, at random: EXAMPLES=1000 pytest tests/plan."""
+    """Try properties on the same few examples in each run. EXAMPLES=1000 draws more, at random."""
     from hypothesis import settings
 
     at_random = "EXAMPLES" in os.environ

@@ -30,8 +30,9 @@ PIPELINES = (4, 8, 16, 32, 64)
 QUICK_PIPELINES = (4, 16)
 STEPS = 8
 LATENCY_S = 0.001
-HOPS = 5
-"""Messages that follow each other in a recovery: loss, halt, reports, epoch to the store, epoch to the nodes."""
+HOPS = 8
+"""Messages that follow each other in a recovery: loss, halt, reports, epoch to the store, and from the leader over
+up to three other nodes to the last one."""
 CHART_FILE = Path(__file__).parents[2] / "docs" / "images" / "scale.svg"
 
 
@@ -75,26 +76,34 @@ def _row(cost: LossCost) -> dict[str, Any]:
         "adopt_s": cost.adopt_s,
         "epoch_bytes": cost.epoch_bytes,
         "node_bytes": cost.node_bytes,
+        "leader_bytes": cost.leader_bytes,
     }
 
 
 def render_table(result: dict[str, Any]) -> Group:
     """The figures as a table."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="leader and epoch: processor time (simulated nodes)")
-    for name in ("nodes", "step", "heartbeats", "halt", "reports", "decide", "spread", "loss to epoch", "worker reads"):
-        table.add_column(name, justify="right")
-    table.add_column("epoch", justify="right")
-    table.add_column("per node", justify="right")
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        title="leader and epoch: processor time (simulated nodes)",
+    )
+    columns = ("", "step", "beats", "halt", "reports", "decide", "spread", "total", "read", "epoch", "a node", "leader")
+    for name, unit in zip(columns, ("nodes", *["ms"] * 8, "kB", "gets kB", "sends kB"), strict=True):
+        table.add_column(f"{name}\n{unit}", justify="right")
     for row in result["rows"]:
+        times = [1e3 * row[f"{name}_s"] for name in ("halt", "report", "decide", "spread", "recovery", "adopt")]
+        sizes = [row[f"{name}_bytes"] / 1e3 for name in ("epoch", "node", "leader")]
         table.add_row(
             f"{row['nodes']:,}",
-            f"{row['leader_ms_per_step']:.1f} ms",
-            f"{row['heartbeat_ms']:.1f} ms",
-            *(f"{row[name]:.3f} s" for name in ("halt_s", "report_s", "decide_s", "spread_s", "recovery_s", "adopt_s")),
-            f"{row['epoch_bytes'] / 1e3:,.0f} kB",
-            f"{row['node_bytes'] / 1e3:,.0f} kB",
+            f"{row['leader_ms_per_step']:.1f}",
+            f"{row['heartbeat_ms']:.1f}",
+            *(f"{value:,.0f}" for value in (*times, *sizes)),
         )
-    lines = ["heartbeats: of all workers once; spread: encode, publish and send the epoch; worker reads: one worker"]
+    lines = [
+        "beats: a heartbeat of every worker; spread: encode, publish and send the epoch",
+        f"total: from the loss to the epoch, with {LATENCY_S * 1e3:g} ms for each message; read: of one worker",
+    ]
     real = result.get("real")
     if real is not None:
         lines.append(_real_line(real))

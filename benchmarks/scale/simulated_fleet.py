@@ -77,8 +77,8 @@ class FleetTransport:
     def __init__(self) -> None:
         self.address = LEADER
         self.sent: Counter[str] = Counter()
-        self.parts: dict[bytes, int] = {}
-        """Parts of the newest epoch, and how many agents each was sent to."""
+        self.parts: list[bytes] = []
+        """Parts of the newest epoch, as the leader has sent them."""
         self._awaited: tuple[str, int, asyncio.Future[None]] | None = None
 
     def send_message(self, to: str, body: bytes) -> None:
@@ -86,7 +86,7 @@ class FleetTransport:
         kind = _KINDS.get(body[:16]) or _kind_of(body)
         self.sent[kind] += 1
         if kind == "EpochPart":
-            self.parts[body] = self.parts.get(body, 0) + 1
+            self.parts.append(body)
         if self._awaited is not None and self._awaited[0] == kind and self.sent[kind] >= self._awaited[1]:
             self._awaited[2].set_result(None)
             self._awaited = None
@@ -153,6 +153,8 @@ class LossCost:
     """Bytes of the whole epoch."""
     node_bytes: int
     """Bytes that a node receives of it, on average."""
+    leader_bytes: int
+    """Bytes that the leader sends of it to other nodes, which send them on; 0: the epoch is in the announcement."""
 
 
 class SimulatedFleet:
@@ -270,7 +272,7 @@ class SimulatedFleet:
         decide = calls.seconds.get(PlanRecovery.__name__, 0.0)
         body, parts = self.store.read("epoch") or b"", self.transport.parts
         adopt = _seconds(lambda: _read_epoch(max(parts, key=len) if parts else body))
-        each = sum(len(part) * count for part, count in parts.items()) / len(reports) if parts else len(body)
+        received, sent = _part_bytes(parts) if parts else (len(body) * len(reports), 0)
         spread = calls.seconds[PublishEpoch.__name__] + calls.seconds[_DECIDED]
         return LossCost(
             halt_s=halted - start,
@@ -279,7 +281,8 @@ class SimulatedFleet:
             spread_s=spread,
             adopt_s=adopt,
             epoch_bytes=len(body),
-            node_bytes=round(each),
+            node_bytes=round(received / len(reports)),
+            leader_bytes=sent,
         )
 
     def _halt_reports(self, epoch: Epoch, lost_node: int, progress: float) -> list[bytes]:
@@ -333,6 +336,16 @@ def inventories_at(plan: Plan, step: int, progress: float) -> dict[int, WorkerIn
             input_grads=tuple(key for key in (*keys[Kind.I], *keys[Kind.B]) if key.segment),
         )
     return found
+
+
+def _part_bytes(parts: list[bytes]) -> tuple[int, int]:
+    """(bytes that all nodes receive, bytes that the leader sends)."""
+    received = 0
+    for body in parts:
+        part = messages.decode(body)
+        assert isinstance(part, messages.EpochPart)
+        received += len(part.body) * (1 + len(part.forward_to))
+    return received, sum(map(len, parts))
 
 
 def _record(node: int) -> NodeRecord:

@@ -109,8 +109,8 @@ class RunConfig:
     """Begin so many seconds after the first node has joined with the nodes that are there, if they make a complete
     pipeline, and let the others join later; default: wait for all nodes (culm launch: 120)."""
     hook_timeout: float | None = None
-    """Continue without Job.on_step, or a hook for an event, if it takes longer than this many seconds; default: wait
-    for Job.on_step, and at the end of the run 30 s for hooks for events."""
+    """Continue without waiting for Job.on_step, or a hook for an event, if it takes longer than this many seconds;
+    default: 60 s for Job.on_step, and at the end of the run 30 s for hooks for events."""
     kills: tuple[str, ...] = ()
     """Kill a node with SIGKILL at an action, as in "node=3 step=5 at=2B1"; repeatable."""
     trace: str | None = None

@@ -206,19 +206,19 @@ def test_an_error_of_a_remote_driver_becomes_a_checkpoint_error(
 
 def test_a_file_in_the_way_of_a_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"could not write .*/a/x: a file stands where a folder is needed"):
+    with pytest.raises(CheckpointError, match=r"could not write .*/a/x: a file exists where a folder is needed"):
         Storage(tmp_path).write("a/x", b"1")
 
 
 def test_a_folder_in_the_way_of_a_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    with pytest.raises(CheckpointError, match=r"could not write .*/a: a folder stands there"):
+    with pytest.raises(CheckpointError, match=r"could not write .*/a: a folder of that name exists"):
         Storage(tmp_path).write("a", b"1")
     assert files(tmp_path) == set()
 
 
 def test_reading_what_is_not_there_says_so(storage: Storage) -> None:
-    with pytest.raises(CheckpointError, match=r"could not read .*/x: it is not there"):
+    with pytest.raises(CheckpointError, match=r"could not read .*/x: it does not exist"):
         storage.read("x")
 
 

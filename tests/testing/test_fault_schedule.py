@@ -155,6 +155,15 @@ def test_a_kill_without_an_action_gets_one_that_the_node_runs_from_the_seed() ->
     assert len(set(chosen)) > 3
 
 
+def test_a_node_that_does_not_run_the_drawn_action_is_killed_when_the_step_is_over() -> None:
+    """The shape of the run has changed since the action was drawn."""
+    kill = KillNode.parse(KillNode.parse("node=4 step=1").resolve_action(PLAN, steps=9).spec_text)
+    moments = [(4, 1, "0F0"), (4, 2, "0F0"), (3, 3, "0F0"), (4, 3, "inventory"), (4, 3, "evaluate 0F0"), (4, 3, "0F0")]
+    assert [kill.is_overdue(*moment) for moment in moments] == [False] * 5 + [True]
+    asked_for = KillNode.parse("node=4 step=1 at=1F2").resolve_action(PLAN, steps=9)
+    assert not asked_for.is_overdue(4, 3, "0F0")
+
+
 def test_an_action_that_the_node_runs_is_left_as_it_is() -> None:
     split = generate_plan("zb", pipelines=1, stages=2, micro_batches=4)
     for text in ("node=1 at=1W3", "node=1 at=1B3", "node=1 at=1S+", "node=1 at=adopt", "node=0 at=commit step=2"):

@@ -181,18 +181,20 @@ def _describe_error(error: Exception) -> str:
     """The error message: what happened and what to do about it."""
     match error:
         case OSError(errno=errno.ENOSPC | errno.EDQUOT):
-            return "the disk is full: free some space there, or keep fewer checkpoints"
+            message = "the disk is full: free some space there, or keep fewer checkpoints"
         case PermissionError() | OSError(errno=errno.EROFS):
-            return "permission was denied: allow it to this user, or choose another place"
+            message = "permission was denied: allow it to this user, or choose another place"
         case _FolderGone():
-            return f"the folder {error} is gone: bring it back, or create it"
+            message = f"the folder {error} is gone: bring it back, or create it"
         case FileNotFoundError():
-            return "it is not there: it was never written, or has been deleted meanwhile"
+            message = "it does not exist: it was never written, or has been deleted meanwhile"
         case IsADirectoryError():
-            return "a folder stands there: choose another name"
+            message = "a folder of that name exists: choose another name"
         case NotADirectoryError() | FileExistsError():
-            return "a file stands where a folder is needed: choose another place"
-    return f"{type(error).__name__}: {error}: check that the place can be reached, then try again"
+            message = "a file exists where a folder is needed: choose another place"
+        case _:
+            message = f"{type(error).__name__}: {error}: check that the place can be reached, then try again"
+    return message
 
 
 def _write_atomically(path: Path, data: memoryview, existing: Path | None) -> None:

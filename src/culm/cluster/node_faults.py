@@ -82,6 +82,8 @@ class KillNode(NodeFault):
 
     call_name: ClassVar[str] = "kill"
     silence: bool = False
+    drawn: bool = False
+    """Whether a seed has drawn `at`. A node that does not run it, because the shape has changed, is killed later."""
 
     @classmethod
     def parse(cls, text: str) -> KillNode:
@@ -89,7 +91,7 @@ class KillNode(NodeFault):
         given: dict[str, Any] = {}
         for word in text.split():
             match = _KEY_VALUE.fullmatch(word)
-            if match is None or match[1] not in ("node", "step", "at", "nth"):
+            if match is None or match[1] not in ("node", "step", "at", "nth", "drawn"):
                 raise UsageError(f'--kill {text!r} has {word!r}: write it as in "node=3 step=5 at=2B1"')
             if match[1] in given:
                 raise UsageError(f"--kill {text!r} says {match[1]} twice: say it once")
@@ -99,7 +101,7 @@ class KillNode(NodeFault):
         if "step" not in given and "at" not in given:
             raise UsageError(f"--kill {text!r} does not say when: add step=5, at=2B1, or both")
         try:
-            return cls(**given)
+            return cls(**given | {"drawn": bool(given.get("drawn"))})
         except UsageError as error:
             raise UsageError(f"--kill {text!r}: {error}") from None
 
@@ -108,6 +110,7 @@ class KillNode(NodeFault):
         """The text that `parse` reads."""
         node = ",".join(map(str, self.nodes))
         given = {"node": node, "step": self.step, "at": self.at, "nth": self.nth if self.nth > 1 else None}
+        given["drawn"] = 1 if self.drawn else None
         return " ".join(f"{name}={value}" for name, value in given.items() if value is not None)
 
     def resolve_action(
@@ -129,10 +132,21 @@ class KillNode(NodeFault):
         slots = [node * K + index for node in self.nodes for index in range(K)]
         listed = [str(action) for slot in slots for action in plan.workers[slot]]
         if self.at is None and self.after_s is None:
-            return replace(self, at=random.Random(f"{seed} {self}").choice(listed))
+            return replace(self, at=random.Random(f"{seed} {self}").choice(listed), drawn=True)
         if self.at is not None and not _is_outside_plan(self.at):
             self._check_node_runs(self.at.removesuffix("+"), listed)
         return self
+
+    def is_overdue(self, node: int, step: int, action: str) -> bool:
+        """Whether the node has not run the drawn action and never will: two steps later no worker of its pipeline is in
+        the step any more."""
+        return (
+            self.drawn
+            and node in self.nodes
+            and self.step is not None
+            and step >= self.step + 2
+            and action[0].isdigit()
+        )
 
     def _check_node_runs(self, action: str, listed: Sequence[str]) -> None:
         if action not in listed and _weight_gradient_action(action) not in listed:

@@ -139,6 +139,10 @@ class DeviceCopies:
         """A timed event after what is queued on the compute stream now."""
         return COMPLETE if self.is_synchronous else self.streams.compute.record(timed=True)
 
+    def copy_event(self) -> DeviceEvent:
+        """A timed event after what is queued to be copied to the host now."""
+        return COMPLETE if self.is_synchronous else self.streams.to_host.record(timed=True)
+
     def frame_memory(self, tensors: list[Tensor]) -> list[Tensor] | None:
         """Tensors like these in a slab, for a transport to receive a frame in (`FrameMemory`). None on a CPU, and when
         the slabs are at their cap. May be called from any thread."""

@@ -70,15 +70,22 @@ class SimulatedEvent:
 
 @dataclass(frozen=True)
 class SimulatedDeviceFault:
-    """From a virtual time on a device reports an error for everything, or nothing completes any more."""
+    """From a virtual time on a device reports an error for everything, nothing completes any more, or it is slow."""
 
     at: float = math.inf
     hangs: bool = False
+    slowdown: float | None = None
+    """How many times as long everything takes; None: the device hangs or reports an error instead."""
 
     def check(self) -> None:
         """Raises DeviceFailed if the device has failed."""
-        if _now() >= self.at and not self.hangs:
+        if _now() >= self.at and not self.hangs and self.slowdown is None:
             raise DeviceFailed("the simulated device reported an error: its node leaves the run")
+
+    @property
+    def time_factor(self) -> float:
+        """How many times as long work takes that is queued now."""
+        return self.slowdown if self.slowdown is not None and _now() >= self.at else 1.0
 
     async def wait_while_hanging(self) -> None:
         """Never returns if the device hangs."""
@@ -131,7 +138,7 @@ class SimulatedStream:
         return contextlib.nullcontext()
 
     def _append(self, seconds: float, apply: Callable[[], None]) -> None:
-        self._busy_until = max(self._busy_until, _now()) + seconds
+        self._busy_until = max(self._busy_until, _now()) + seconds * self.fault.time_factor
         self._launched += 1
         self._pending.append((self._busy_until, self._launched, apply))
 

@@ -220,7 +220,9 @@ def check_local_nodes(shared: SharedRun, setup: RunSetup, *, has_trace: bool) ->
 
 def unused_kills(run: RunHandle) -> list[str]:
     """Kills of the config that killed no node: earlier losses had changed which node runs which action."""
-    return [kill for kill in run.setup.kills if not set(KillNode.parse(kill).nodes) <= set(run.lost_nodes)]
+    kills = [KillNode.parse(kill) for kill in run.setup.kills]
+    lost = set(run.lost_nodes)
+    return [dataclasses.replace(kill, drawn=False).spec_text for kill in kills if not lost.issuperset(kill.nodes)]
 
 
 def _trace_start_words(rental: RentalSchedule) -> str:

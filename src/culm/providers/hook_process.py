@@ -92,9 +92,6 @@ class HookProcess:
         else:
             self.send("hook", metrics)
 
-    def abandon_hook(self) -> None:
-        self._on_result = None
-
     def start_event_hook(self, event: Mapping[str, Any], timeout_s: float | None, on_report: OnEventHookReport) -> None:
         self._on_event_report = on_report
         self._pending_event_hooks.append(event)

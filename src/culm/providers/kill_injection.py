@@ -84,6 +84,8 @@ class KillInjector:
     def on_action_done(self, node: int, step: int, action: str) -> None:
         """Called when the node has done an action, before its output is sent."""
         for number, kill in enumerate(self._kills):
+            if kill.is_overdue(node, step, action):
+                self._kill_nodes([*(other for other in kill.nodes if other != node), node])
             if kill.matches(node, step, action):
                 self._match_counts[number] += 1
                 if self._match_counts[number] == kill.nth:

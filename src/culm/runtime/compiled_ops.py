@@ -37,6 +37,12 @@ class CompiledOp:
     """Of an F: whether this worker runs its backward as I and W."""
 
     @property
+    def work_name(self) -> str:
+        """Its segment and kind, as in 2F: actions of one name take the same time."""
+        segment, kind = self.action.segment, self.action.kind
+        return f"{segment}{kind.value}"
+
+    @property
     def reads_data(self) -> bool:
         """Whether it is an F that needs the input or the target of its micro-batch."""
         return self.action.kind is Kind.F and (self.action.segment == 0 or self.segment.is_last)

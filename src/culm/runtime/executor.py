@@ -161,7 +161,7 @@ class Executor:
         op.segment.free_last_tape()
         end = self._clock.now()
         self._state.spans.append((step, op.label, start, end))
-        self._state.open_step(step).record_work(f"{op.action.segment}{kind.value}", end - start)
+        self._state.open_step(step).record_work(op.work_name, end - start)
         self.actions_done += 1
         if not was_compiled:
             self.slowest_action_s = max(self.slowest_action_s, end - start)
@@ -272,13 +272,25 @@ class Executor:
             self._local_outputs[name] = tuple(values)
         if name is None or not (op.target_addresses or self._keeps_outputs):
             event = self._copies.compute_event()
-            self._launched.add(LaunchedAction(step, op.label, began, event, event))
+            action = LaunchedAction(
+                step=step, label=op.label, work=op.work_name, launched_at=began, event=event, computed=event
+            )
+            self._launched.add(action)
             return
         output = self._copies.to_host(values)
-        keeps, targets = self._keeps_outputs, op.target_addresses
-        self._launched.add(
-            LaunchedAction(step, op.label, began, output.event, output.computed, name, output, keeps, targets)
+        action = LaunchedAction(
+            step=step,
+            label=op.label,
+            work=op.work_name,
+            launched_at=began,
+            event=output.event,
+            computed=output.computed,
+            output_name=name,
+            output=output,
+            keeps_output=self._keeps_outputs,
+            target_addresses=op.target_addresses,
         )
+        self._launched.add(action)
 
     async def _send_output(self, step: int, op: CompiledOp, values: Sequence[Tensor | None]) -> None:
         """Send an output to the workers that need it. Keep it, too, where a recovery may need it until the commit."""

@@ -13,7 +13,6 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from culm.schedule.action import Action
 from culm.transport.interface import FrameKey
 
 if TYPE_CHECKING:
@@ -34,12 +33,14 @@ _TURNS_TO_SEND = 3
 """Turns of the event loop between the end of a wait for an event, in a thread, and the sending of its output."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class LaunchedAction:
     """An action on the device."""
 
     step: int
     label: str
+    work: str | None
+    """Its segment and kind, as in 2F. None: it does not count for the pace of the worker (a forward of a replica)."""
     launched_at: float
     event: DeviceEvent
     """Complete when the action is done and its output, if it has one, is in host memory."""
@@ -76,8 +77,8 @@ class LaunchedActions:
         self.actions_done = 0
         """Number of complete actions."""
         self.slowest_action_s = 0.0
-        self._created, self._created_at = state.copies.compute_event(), clock.now()
-        """An event when the device has nothing to do, and its time."""
+        self._created, self._created_at = state.copies.copy_event(), clock.now()
+        """An event while the device has nothing to copy, and its time: it is complete at once."""
         self._last_computed_at = self._last_copied_at = 0.0
 
     async def wait_for_room(self) -> None:
@@ -143,8 +144,9 @@ class LaunchedActions:
             self._state.spans.append((action.step, f"{COPY_SPAN} {action.label}", copy_began, max(copy_began, copied)))
             self._last_copied_at = copied
         self._last_computed_at = computed
-        work = Action.parse(action.label)
-        self._state.open_step(action.step).record_work(f"{work.segment}{work.kind.value}", computed - began)
+        open_step = self._state.open_steps.get(action.step)
+        if open_step is not None and action.work is not None:
+            open_step.record_work(action.work, computed - began)
         self.actions_done += 1
         self.slowest_action_s = max(self.slowest_action_s, copied - began)
 

@@ -34,13 +34,16 @@ class EpochAnnouncement(msgspec.Struct, frozen=True, tag="announcement"):
 
 
 class EpochPart(msgspec.Struct, frozen=True, tag="part"):
-    """Leader to agents: what some workers need of a large epoch. It counts once that epoch has been announced."""
+    """What some workers need of a large epoch, from the leader to one agent and from agent to agent. It counts once
+    that epoch has been announced."""
 
     digest: str
     """Of the whole epoch."""
     workers: tuple[int, ...]
     body: bytes
     """An encoded epoch without the action lists of workers that these exchange nothing with."""
+    forward_to: tuple[str, ...] = ()
+    """The agents that the receiver sends it to, each with a share of the others."""
 
 
 class HaltReport(msgspec.Struct, frozen=True, tag="halt_report"):

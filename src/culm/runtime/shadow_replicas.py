@@ -239,7 +239,18 @@ class ShadowReplicas:
             await self._context.after_action(step, name)
         else:
             copy = copies.to_host(outputs)
-            launched.add(LaunchedAction(step, name, began, copy.event, copy.computed, name, copy, keeps_output=True))
+            action = LaunchedAction(
+                step=step,
+                label=name,
+                work=None,
+                launched_at=began,
+                event=copy.event,
+                computed=copy.computed,
+                output_name=name,
+                output=copy,
+                keeps_output=True,
+            )
+            launched.add(action)
             await launched.wait_until_complete()
         self._eager_forward_s[g] = self._clock.now() - began
 

@@ -13,7 +13,7 @@ import culm
 from culm.data.stream import Stream
 from culm.errors import CulmError, LayerFailed, message_suffix
 from culm.runtime.clock import InjectedError
-from culm.runtime.compute.device import device_identifier, empty_cache
+from culm.runtime.compute.device import device_identifier, empty_cache, is_out_of_memory
 from culm.runtime.messages import FailedAction, FailureReport, FinalReport, StepReport, count_runs
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def build_failure_report(
     if isinstance(error, CulmError) and not isinstance(error, LayerFailed):
         return FailureReport(worker, type(error).__name__, str(error), trace)
     cause = _first_exception(error)
-    out_of_memory = isinstance(cause, torch.OutOfMemoryError | MemoryError)
+    out_of_memory = is_out_of_memory(cause)
     if out_of_memory:
         empty_cache(device)
     step, action = failed or (-1, "")

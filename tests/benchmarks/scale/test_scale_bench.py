@@ -25,7 +25,7 @@ def test_the_rows_have_the_figures_that_scripts_rely_on(monkeypatch: pytest.Monk
         assert row[name] > 0
     console = Console(record=True, width=140)
     console.print(scale_bench.render_table(result))
-    assert "loss to epoch" in console.export_text()
+    assert "from the loss to the epoch" in console.export_text()
     assert scale_bench.draw_chart(result["rows"]).startswith("<svg")
 
 

@@ -7,7 +7,7 @@ from tests.testing.small_job import job
 
 from culm.cluster.agent import agent
 from culm.cluster.leader import leader_state
-from culm.cluster.leader.epoch_parts import epoch_digest, split_epoch
+from culm.cluster.leader.epoch_parts import FAN_OUT, epoch_digest, forwarding_shares, split_epoch
 from culm.cluster.leader.next_epoch import first_epoch
 from culm.cluster.prepare_run import prepare_run
 from culm.config import RunConfig
@@ -50,6 +50,43 @@ def test_training_with_parts_gives_the_same_weights(strategy: str, monkeypatch: 
     parts = simulate(job(), faults=faults, pipelines=4, stages=2, strategy=strategy)
     assert parts.weights_sha256 == whole.weights_sha256
     assert parts.summary["preemptions"] == 1
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 80, 1000])
+def test_a_part_that_is_forwarded_reaches_every_agent_once(count: int) -> None:
+    agents, reached, most = [f"agent-{n}" for n in range(count)], list[str](), 0
+    waiting = forwarding_shares(agents)
+    while waiting:
+        agent, others = waiting.pop()
+        reached.append(agent)
+        shares = forwarding_shares(others)
+        most = max(most, len(shares))
+        waiting += shares
+    assert sorted(reached) == sorted(agents)
+    assert most <= FAN_OUT
+
+
+def test_the_leader_sends_each_part_once_and_agents_send_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    forwarded = list[tuple[str, ...]]()
+    forward = agent.Agent._forward_part
+
+    def counted(self: agent.Agent, part: messages.EpochPart) -> None:
+        forwarded.append(part.forward_to)
+        forward(self, part)
+
+    monkeypatch.setattr(agent.Agent, "_forward_part", counted)
+    monkeypatch.setattr(leader_state, "LARGE_EPOCH_BYTES", 0)
+    simulate(job(), pipelines=4, stages=2, strategy="reroute")
+    assert sorted(map(len, forwarded)) == [0, 0, 0, 0, 1, 1, 1, 1], "four parts, each for two nodes"
+
+
+def test_agents_that_do_not_get_a_part_from_another_read_the_whole_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    faults = Faults().kill(3, at="1F1", step=1)
+    whole = simulate(job(), faults=faults, pipelines=4, stages=2, strategy="reroute")
+    monkeypatch.setattr(leader_state, "LARGE_EPOCH_BYTES", 0)
+    monkeypatch.setattr(agent.Agent, "_forward_part", lambda *_: None)
+    lonely = simulate(job(), faults=faults, pipelines=4, stages=2, strategy="reroute")
+    assert lonely.weights_sha256 == whole.weights_sha256
 
 
 def test_an_agent_without_its_part_reads_the_whole_epoch(monkeypatch: pytest.MonkeyPatch) -> None:

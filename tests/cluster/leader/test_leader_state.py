@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
+import msgspec
 import pytest
 from tests.cached_runs import run_with_faults
 from tests.tiny_jobs import job
@@ -19,6 +20,7 @@ from culm.cluster.leader.events import (
     DecideReshape,
     EndedWorkers,
     EndLeading,
+    HookTimer,
     Instruction,
     KeyChanged,
     NodeEvicted,
@@ -29,14 +31,17 @@ from culm.cluster.leader.events import (
     SendMessage,
     SendToAll,
     Started,
+    StartHook,
     WriteEvent,
+    WriteStep,
 )
 from culm.cluster.leader.leader_state import JobFacts, LeaderState
 from culm.cluster.leader.next_epoch import recovery_epoch
 from culm.cluster.leader.output import input_log
+from culm.cluster.leader.output.hook_runner import HookResult
 from culm.cluster.leader.phases import InvalidTransition, Phase, PhaseHistory
 from culm.cluster.prepare_run import prepare_run
-from culm.cluster.run_setup import NodeRecord, encode
+from culm.cluster.run_setup import NodeRecord, StepGate, encode
 from culm.config import RunConfig
 from culm.monitor import EvaluationInterval
 from culm.plan.recover.lineage import WorkerInventory
@@ -48,11 +53,17 @@ from culm.testing.chaos import make_job
 NODES = 4
 
 
+def hook_steps(instructions: list[Instruction]) -> list[int]:
+    """The steps for which the instructions call the hook."""
+    return [each.metrics.step for each in instructions if isinstance(each, StartHook)]
+
+
 class Driver:
     """Feeds events to a LeaderState and answers its calls with True or nothing, except plans."""
 
-    def __init__(self) -> None:
+    def __init__(self, gate: StepGate = "open") -> None:
         setup = prepare_run(job(steps=9), RunConfig(pipelines=2, stages=2, strategy="reroute"))
+        setup = msgspec.structs.replace(setup, gate=gate)
         self.state, self.now, self.plans = (
             LeaderState(JobFacts(False, 2, EvaluationInterval()), setup, 0, "agent-0", 0.0),
             0.0,
@@ -97,12 +108,14 @@ class Driver:
     def lose(self, node: int) -> list[Instruction]:
         return self.feed(KeyChanged(f"nodes/{node}", None))
 
-    def commit(self, step: int) -> None:
-        """Every worker completes a step."""
+    def commit(self, step: int) -> list[Instruction]:
+        """Every worker completes a step. Returns the instructions that follow the last report."""
+        found: list[Instruction] = []
         for node in range(NODES):
             loss, weight = (1.0, 4.0) if node % 2 else (None, None)
             report = messages.StepReport(node, 1, step, self.now, messages.count_runs((1,) * 4, (1,) * 4), loss, weight)
-            self.feed(report)
+            found = self.feed(report)
+        return found
 
     def fail(self, node: int, error: str = "ECC") -> list[Instruction]:
         """A worker raises an exception in an action of step 1."""
@@ -240,6 +253,21 @@ def test_the_same_exception_of_another_worker_while_the_epoch_changes_ends_the_r
     assert isinstance(ended, EndLeading)
     assert ended.error is not None
     assert "node 1: ECC; the same happened on node 3" in ended.error.message
+
+
+def test_a_hook_that_returns_late_is_called_again_and_may_end_the_run() -> None:
+    leader = Driver("hook")
+    assert hook_steps(leader.commit(0)) == [0]
+    leader.now += 60
+    late = leader.feed(HookTimer(0, 0.0, 10.0))
+    assert [each.metrics.step for each in late if isinstance(each, WriteStep)] == [0]
+    assert hook_steps(leader.commit(1)) == []
+    leader.feed(HookResult(0, {"own": 1.0}))
+    assert hook_steps(leader.commit(2)) == [2]
+    leader.now += 60
+    leader.feed(HookTimer(2, 0.0, 10.0))
+    leader.feed(HookResult(2, stopped=True))
+    assert (leader.state.ledger.next_step, leader.state.end_step) == (3, 4), "step 3 may have begun"
 
 
 def test_an_exception_before_the_first_commit_ends_the_run() -> None:

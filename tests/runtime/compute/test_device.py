@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 import torch
 from tests.tiny_jobs import job
 
 from culm.errors import JobError
-from culm.runtime.compute.device import activate_device, select_device
+from culm.runtime.compute.device import activate_device, is_out_of_memory, select_device
 
 
 @pytest.fixture
@@ -42,3 +44,13 @@ def test_only_a_numbered_gpu_becomes_the_current_one(monkeypatch: pytest.MonkeyP
     for name in ("cpu", "cuda", "cuda:1"):
         activate_device(torch.device(name))
     assert made_current == [torch.device("cuda:1")]
+
+
+def test_lack_of_memory_is_recognized_whatever_allocates() -> None:
+    with pytest.raises(RuntimeError) as host:
+        torch.empty(1 << 50, dtype=torch.uint8)  # more than an address space
+    cublas = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+    system = OSError(errno.ENOMEM, "Cannot allocate memory")
+    assert all(map(is_out_of_memory, [host.value, cublas, system, MemoryError(), torch.OutOfMemoryError("full")]))
+    ecc = RuntimeError("CUDA error: uncorrectable ECC error encountered")
+    assert not any(map(is_out_of_memory, [ecc, ValueError("out of memory"), OSError(errno.ENOSPC, "No space left")]))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from culm.cluster.agent.preemption_notice import NoNoticeSource
+from culm.cluster.leader.epoch_parts import forwarding_shares
 from culm.cluster.leader.events import NodeEvicted
 from culm.cluster.leader.hang_detector import HangDetector
 from culm.cluster.leader.leader import Leader
@@ -378,6 +379,11 @@ class Agent:
         if body is not None:
             self._send_to_workers(body)
 
+    def _forward_part(self, part: messages.EpochPart) -> None:
+        """Send a part of an epoch on to other agents. One that does not get it reads the whole epoch from the store."""
+        for agent, others in forwarding_shares(part.forward_to):
+            self.transport.send_message(agent, messages.encode(msgspec.structs.replace(part, forward_to=others)))
+
     @property
     def _own_workers(self) -> range:
         """The numbers of this node's workers in the run."""
@@ -411,6 +417,7 @@ class Agent:
             if len(self._started_workers) == self._workers_per_node and not self._worker_addresses.done():
                 self._worker_addresses.set_result(tuple(at for _, at in sorted(self._started_workers.items())))
         elif isinstance(message, messages.EpochPart):
+            self._forward_part(message)
             self._parts |= {worker: message for worker in self._own_workers if worker in message.workers}
             self._part_arrived.set()
         elif isinstance(message, messages.StopNow):

@@ -20,6 +20,10 @@ LARGE_EPOCH_BYTES = 2**18
 """Larger epochs are sent in parts. Smaller ones are in the announcement itself."""
 
 
+FAN_OUT = 8
+"""To how many agents an agent sends a part at most."""
+
+
 class EpochGroup(NamedTuple):
     """Workers that receive the same part of an epoch."""
 
@@ -30,6 +34,13 @@ class EpochGroup(NamedTuple):
 def epoch_digest(body: bytes) -> str:
     """The SHA-256 of an encoded epoch: announcements and parts name the epoch by it."""
     return hashlib.sha256(body).hexdigest()
+
+
+def forwarding_shares(agents: Sequence[str]) -> list[tuple[str, tuple[str, ...]]]:
+    """To whom a part is sent so that all these agents get it: up to FAN_OUT agents, and for each the others that it
+    forwards the part to."""
+    heads = agents[:FAN_OUT]
+    return [(head, tuple(agents[len(heads) + index :: len(heads)])) for index, head in enumerate(heads)]
 
 
 def split_epoch(epoch: Epoch) -> Iterator[EpochGroup]:

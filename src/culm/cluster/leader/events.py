@@ -264,10 +264,6 @@ class StartHook(msgspec.Struct, frozen=True, tag="hook"):
     metrics: StepMetrics
 
 
-class AbandonHook(msgspec.Struct, frozen=True, tag="abandon_hook"):
-    """Do not wait for the hook any more."""
-
-
 class ExpectHeartbeats(msgspec.Struct, frozen=True, tag="expect"):
     """From now on the members of an epoch send heartbeats."""
 
@@ -443,7 +439,6 @@ Instruction: TypeAlias = (
     | SyncFolder
     | StartTimer
     | StartHook
-    | AbandonHook
     | ExpectHeartbeats
     | EvictNode
     | PrecomputePlans

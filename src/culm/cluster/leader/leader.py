@@ -274,8 +274,6 @@ class Leader:
                     self.inbox.put_nowait(timer)
             case events.StartHook(metrics):
                 self._hooks.start_hook(metrics, self._next_events.append if self._simulated else self.inbox.put_nowait)
-            case events.AbandonHook():
-                self._hooks.abandon_hook()
             case events.ExpectHeartbeats(epoch, workers, slowest_action_s):
                 self.hang_detector.expect_heartbeats(epoch, workers, self.clock.now())
                 self.hang_detector.slowest_action_s = max(self.hang_detector.slowest_action_s, slowest_action_s)

@@ -386,9 +386,11 @@ class LeaderState:
         body = messages.encode(self.epoch)
         digest, is_large = epoch_digest(body), len(body) > LARGE_EPOCH_BYTES
         for group in split_epoch(self.epoch) if is_large else ():
-            agents = dict.fromkeys(self.members.agent_of(worker) for worker in group.workers)
-            part = messages.EpochPart(digest, group.workers, messages.encode(group.part))
-            self.send_to_all((agent for agent in agents if agent is not None), part)
+            known = dict.fromkeys(self.members.agent_of(worker) for worker in group.workers)
+            agents = sorted((agent for agent in known if agent is not None), key=self.address.__eq__)
+            if agents:  # its own agent is the last: the others do the forwarding
+                part = messages.EpochPart(digest, group.workers, messages.encode(group.part), tuple(agents[1:]))
+                self.send(agents[0], messages.encode(part))
         if not (yield PublishEpoch(self.epoch.number, body, digest, is_large)):
             raise RunError("another node leads this run: this one was taken for dead")
         self.handlers.epoch_change.returning_nodes.begin_epoch(body)

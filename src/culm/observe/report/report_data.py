@@ -580,6 +580,7 @@ _SENTENCE_TEMPLATES = {
     "skipped": ("step {step} is skipped: the weights do not move",),
     "hook_slow": ("{name} has been running for {seconds:.0f} s",),
     "hook_failed": ("{name} failed: {why}",),
+    "hook_returned": ("{name} has returned for step {step}; it is called again",),
     "writer_failed": ("the writer {writer} failed and gets no more steps",),
     "server-lost": ("server {node} is lost",),
     "worker-lost": ("worker {worker} is lost",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import re
 from pathlib import Path
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from culm.job import Job
 
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
+_OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory|STATUS_ALLOC_FAILED")
+"""In the text of a RuntimeError: of torch's allocator for the CPU, of CUDA outside of torch's allocator, of cuBLAS and
+of cuDNN."""
 
 
 def select_device(job: Job, index: int = 0) -> torch.device:
@@ -65,6 +69,16 @@ def device_identifier(device: torch.device | None) -> str:
         return str(torch.cuda.get_device_properties(device).uuid)
     except Exception:  # the GPU may be the reason why this is called
         return str(device)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that there is too little memory. The allocator of the CPU and some libraries of a GPU
+    have no class of their own for that: they raise a RuntimeError."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
 
 
 def empty_cache(device: torch.device | None) -> None:

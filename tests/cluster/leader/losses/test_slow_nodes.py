@@ -10,6 +10,7 @@ import pytest
 from tests.testing.small_job import job
 
 from culm.config import RunConfig
+from culm.device.simulated_streams import SimulatedDevice, SimulatedDeviceFault, SimulatedTimes
 from culm.errors import UsageError
 from culm.testing import Faults, SimulatedRun, simulate
 
@@ -52,6 +53,19 @@ def test_a_node_at_half_speed_costs_about_its_own_share(tmp_path: Path, strategy
     (found,) = [event for event in events if event["kind"] == "slow_node"]
     assert (found["node"], found["factor"]) == (3, 2.0)
     assert "2.0 times as long" in found["why"]
+
+
+def test_a_slow_device_is_found_though_actions_are_only_launched(tmp_path: Path) -> None:
+    """The time of an action on a device is that of its completion: the launch takes no time."""
+    times = SimulatedTimes(compute=(1.0, 1.0), copy=(0.01, 0.01))
+    found, events = {}, {}
+    for name, faults in (("usual", {}), ("slow", {3: SimulatedDeviceFault(at=30.0, slowdown=2.0)})):
+        device = SimulatedDevice(times=times, faults=faults)
+        found[name], _, events[name] = train(tmp_path / name, Faults(), device=device, **SMALL | {"steps": 20})
+    slow = {name: [event for event in each if event["kind"] == "slow_node"] for name, each in events.items()}
+    assert slow["usual"] == []
+    assert [(event["node"], round(event["factor"])) for event in slow["slow"]] == [(3, 2)]
+    assert found["slow"].weights_sha256 == found["usual"].weights_sha256
 
 
 def test_a_node_that_recovers_gets_its_work_back(tmp_path: Path) -> None:

@@ -211,7 +211,7 @@ def test_lines_are_written_when_what_was_moved_away_is_back(tmp_path: Path, file
     if file == ".":
         with pytest.raises(RunError, match=r"steps\.jsonl cannot be written: No such file"):
             folder.append("steps.jsonl", b'{"step": 1}\n')
-        with pytest.raises(RunError, match="could not write .* the folder .*run is gone: bring it back, or create it"):
+        with pytest.raises(RunError, match=r"could not write .* the folder .*run is gone: bring it back, or create it"):
             folder.write_json("summary.json", {})
         assert not out.exists()
         away.rename(out)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from culm.cluster.leader.events import AbandonHook, HookTimer, StartHook
+from culm.cluster.leader.events import HookTimer, StartHook
 from culm.cluster.leader.output.hook_runner import HookResult, decode_hook_result
 from culm.cluster.run_setup import encode
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 SLOW_HOOK_S = 10.0
 """A hook that takes longer is reported; again after twice the time, and so on."""
+DEFAULT_TIMEOUT_S = 60.0
+"""How long a step waits for its hook where the run sets no limit."""
 
 
 class HookCalls:
@@ -30,7 +32,9 @@ class HookCalls:
         self._early_result: HookResult | None = None
         """A result that arrived before this leader knew which steps are committed."""
         self._gave_up = False
-        """Whether the hook is not called any more."""
+        """Whether the hook is not called any more, because its process has ended."""
+        self._late_step: int | None = None
+        """The step whose hook has not returned in time. No other step calls the hook meanwhile."""
 
     def begin_step(self, metrics: StepMetrics) -> None:
         """A step is complete. Its line becomes the pending one."""
@@ -43,7 +47,7 @@ class HookCalls:
     def call_hook(self, metrics: StepMetrics) -> None:
         """A step is committed: call the hook if it runs beside the leader."""
         gate = self.state.setup.gate
-        if gate == "hook" and not self._gave_up:
+        if gate == "hook" and not self._gave_up and self._late_step is None:
             self.state.emit(StartHook(metrics))
         elif gate == "hook":
             self.handle_result(HookResult(metrics.step))
@@ -56,6 +60,9 @@ class HookCalls:
         state = self.state
         if not state.commits_confirmed:
             self._early_result = result
+            return
+        if result.step == self._late_step:
+            self._handle_late_result(result)
             return
         if state.pending_line is None or state.pending_line.step != result.step:
             return
@@ -71,6 +78,21 @@ class HookCalls:
             state.end_before_step(result.step + 1)
         elif state.setup.gate == "hook" and result.step + 1 < state.setup.steps:
             state.permit_steps(result.step + 2)
+
+    def _handle_late_result(self, result: HookResult) -> None:
+        """A hook has returned after its line was written. Its values are lost. It may still end the run, before a step
+        that no worker has begun. Raises the error of a hook that raised."""
+        state, self._late_step = self.state, None
+        if result.gave_up:
+            self._gave_up = True
+            state.log_event("hook_failed", name="on_step", step=result.step, why=result.gave_up)
+            return
+        state.log_event("hook_returned", name="on_step", step=result.step)
+        result.raise_if_failed()
+        if result.stopped and state.end_step is None:
+            why = f"on_step returned STOP for step {result.step}, after its time was over"
+            state.log_event("stopped", step=state.earliest_end_step - 1, why=why)
+            state.end_before_step(state.earliest_end_step)
 
     def _write_line(self, result: HookResult) -> None:
         state, pending = self.state, self.state.pending_line
@@ -106,17 +128,20 @@ class HookCalls:
     @property
     def _timeout_s(self) -> float:
         setup = self.state.setup
-        return math.inf if setup.gate != "hook" or setup.hook_timeout is None else setup.hook_timeout
+        if setup.gate != "hook":
+            return math.inf
+        return DEFAULT_TIMEOUT_S if setup.hook_timeout is None else setup.hook_timeout
 
     def handle_timer(self, timer: HookTimer) -> None:
-        """Report a hook that has not returned. Give it up after the timeout of the run, if there is one."""
+        """Report a hook that has not returned. After its timeout, continue without waiting for it."""
         state, waited = self.state, self.state.now - timer.started_at
         if state.pending_line is None or state.pending_line.step != timer.step:
             return
         if waited >= self._timeout_s:
-            state.emit(AbandonHook())
-            why = f"it did not return within {self._timeout_s:g} s: the run continues without it"
-            self.handle_result(HookResult(timer.step, gave_up=why))
+            why = f"it did not return within {self._timeout_s:g} s: the run continues, and does not call it before that"
+            state.log_event("hook_failed", name="on_step", step=timer.step, why=why)
+            self.handle_result(HookResult(timer.step))
+            self._late_step = timer.step
             return
         state.log_event("hook_slow", name="on_step", step=timer.step, seconds=round(waited, 3))
         self._start_timer(timer.step, timer.started_at, 2 * timer.pause)

@@ -66,9 +66,6 @@ class HookRunner(Protocol):
     def start_hook(self, metrics: StepMetrics, on_result: OnHookResult) -> None:
         """Call the job's on_step hook. `on_result` is called on the event loop, at once or later."""
 
-    def abandon_hook(self) -> None:
-        """Give up a hook that does not return: its result is not wanted any more."""
-
     def start_event_hook(self, event: Mapping[str, Any], timeout_s: float | None, on_report: OnEventHookReport) -> None:
         """Call the job's hook for an event, such as on_checkpoint, after those of earlier events. `on_report` is called
         on the event loop, at once or later, if it raises or takes long. After `timeout_s` the next one is called."""
@@ -89,9 +86,6 @@ class InlineHookRunner:
     def start_hook(self, metrics: StepMetrics, on_result: OnHookResult) -> None:
         assert self._job.on_step is not None
         on_result(call_hook(self._job.on_step, metrics))
-
-    def abandon_hook(self) -> None:
-        pass
 
     def start_event_hook(self, event: Mapping[str, Any], timeout_s: float | None, on_report: OnEventHookReport) -> None:
         del timeout_s
