@@ -25,7 +25,7 @@ The package, from the bottom up. A package imports only from packages above it i
     cluster/     store, epochs, agent, leader
     providers/   start nodes; execute a run
     machines/    machines that join a run: store, tokens, job archives, providers of machines
-    training     culm.train and culm.join
+    training     culm.train, culm.start and culm.join
     gnn/         graph networks on servers and elastic workers
     testing/     public: the reference loop, the simulated cluster, faults
     verify/      prove a run by retraining it between its checkpoints
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from culm import hf
     from culm.config import RunConfig
     from culm.summary import Summary
-    from culm.training import join, train
+    from culm.training import join, start, train
 
 __all__ = [
     "STOP",
@@ -62,10 +62,17 @@ __all__ = [
     "hf",
     "join",
     "record",
+    "start",
     "train",
 ]
 
-_LAZY = {"RunConfig": "culm.config", "Summary": "culm.summary", "join": "culm.training", "train": "culm.training"}
+_LAZY = {
+    "RunConfig": "culm.config",
+    "Summary": "culm.summary",
+    "join": "culm.training",
+    "start": "culm.training",
+    "train": "culm.training",
+}
 """Imported on first use, so that commands that need none of them start fast."""
 
 
