@@ -1,8 +1,12 @@
 """culm: train large models on preemptible machines.
 
-The package, from the bottom up. A package imports only from packages above it in this list:
+The package, from the bottom up. A package imports only from packages above it in this list. There are two exceptions:
+config reads timeouts and kinds of faults from modules of cluster and transport that depend on nothing else there, and
+providers reads launches, job archives and join tokens from machines. No two modules import each other.
 
+    version      the version
     errors       all errors that culm raises
+    text_format  numbers, sizes and durations as text
     metric       named values of a step: culm.Metric, culm.record
     monitor      which evaluation is the best: culm.Monitor, culm.EarlyStop
     initial_location  where Job.init is
@@ -10,6 +14,7 @@ The package, from the bottom up. A package imports only from packages above it i
     job          the Job: layers, loss, optimizer, data, batch
     schedule/    actions, plans, generators, checks, timing, pictures            pure (no torch)
     plan/        model partition, shape, planning around losses                  pure
+    strategies/  what a run keeps, and what it does after a loss                 pure
     market/      prices and traces of preemptible machines                       pure
     sim/         cost of a run under a market                                    pure
     config       the RunConfig: how a run is executed                            pure
