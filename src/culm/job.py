@@ -502,7 +502,7 @@ def import_job_file(path: str) -> Any:
 
 
 def _module_spec(file: Path) -> ModuleSpec | None:
-    """The file as part of its package, unless another package of that name is imported already: then by itself."""
+    """The file as part of its package; as a module of its own if another package of that name is already imported."""
     *packages, name = file.relative_to(import_root(file)).with_suffix("").parts
     if packages and name != "__init__" and _is_importable_package(import_root(file) / packages[0]):
         return importlib.util.spec_from_file_location(".".join((*packages, name)), file)

@@ -112,7 +112,7 @@ def test_a_folder_without_checkpoints_is_named(tmp_path: Path) -> None:
 def test_a_target_that_is_a_folder_is_refused(run: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="names no file"):
         export(run, f"{tmp_path}/")
-    with pytest.raises(CheckpointError, match="a folder stands there"):
+    with pytest.raises(CheckpointError, match="it is a folder"):
         export(run, tmp_path / "run")
 
 

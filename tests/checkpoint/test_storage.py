@@ -206,13 +206,13 @@ def test_an_error_of_a_remote_driver_becomes_a_checkpoint_error(
 
 def test_a_file_in_the_way_of_a_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"could not write .*/a/x: a file stands where a folder is needed"):
+    with pytest.raises(CheckpointError, match=r"could not write .*/a/x: a part of the path is a file, not a folder"):
         Storage(tmp_path).write("a/x", b"1")
 
 
 def test_a_folder_in_the_way_of_a_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    with pytest.raises(CheckpointError, match=r"could not write .*/a: a folder stands there"):
+    with pytest.raises(CheckpointError, match=r"could not write .*/a: it is a folder"):
         Storage(tmp_path).write("a", b"1")
     assert files(tmp_path) == set()
 

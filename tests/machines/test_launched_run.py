@@ -84,7 +84,7 @@ def test_a_launch_that_costs_money_asks_first(capsys: pytest.CaptureFixture[str]
         main(command)
     said = capsys.readouterr()
     assert ended.value.code == 2
-    assert "costs money, and nobody can be asked: add --yes" in said.err
+    assert "costs money, and there is no terminal to ask on: add --yes" in said.err
     assert "$2.000/h" in said.out
     assert known_launches() == []
     with pytest.raises(SystemExit):

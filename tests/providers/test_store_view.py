@@ -77,7 +77,7 @@ def test_it_says_who_leads_and_who_has_which_layers() -> None:
     held = {(row["slot"], row["layers"]) for row in rows}
     assert held == {("0.0", "0-1"), ("0.1", "2-3"), ("1.0", "0-1"), ("1.1", "2-3")}
     assert {row["node"] for row in rows if row["more"].startswith("leads")} == {0}
-    assert "Who does what" in layout_run(build_report_data(seen[-1])).data.decode()
+    assert "Roles of the nodes" in layout_run(build_report_data(seen[-1])).data.decode()
 
 
 def test_a_node_with_several_workers_has_one_row_with_all_of_its_slots() -> None:

@@ -84,7 +84,7 @@ class SimulatedDeviceFault:
 
 
 class SimulatedStream:
-    """One stream. Its operations are applied when their time has come and somebody asks for it."""
+    """One stream. Its operations are applied when the stream is queried after their time has come."""
 
     def __init__(
         self,

@@ -234,7 +234,7 @@ class FleetController:
         if count == self.target.on_demand:
             return []
         self.target = dataclasses.replace(self.target, on_demand=count)
-        return [Report(f"{count} of the machines shall be on-demand machines: {reason}")]
+        return [Report(f"{count} of the machines will be on-demand machines: {reason}")]
 
     def _observe(self, machines: Sequence[Machine], in_run: Mapping[str, bool], now: float) -> list[FleetAction]:
         """Compare the machines with those known before."""
@@ -280,7 +280,7 @@ class FleetController:
         known.has_joined = False
 
     def _handle_end(self, known: KnownMachine, ended: Machine | None, now: float) -> list[FleetAction]:
-        """A machine has ended: learn from it, and say so unless it was released."""
+        """A machine has ended: count failures of its kind, and report it unless it was released."""
         id_ = known.machine.id
         self._ended.add(id_)
         experience = self.experience[known.offer]

@@ -99,7 +99,7 @@ def test_a_report_is_read_from_and_written_to_a_url(memory_url: str, capsys: pyt
     (["dash", "{run}", "--job", "gpt"], "add --etcd"),
     (["dash", "--etcd", "http://127.0.0.1:1"], "say which with --job"),
     (["dash", "{run}", "--port", "70000"], "--port is 70000"),
-    (["dash", "{run}", "--host", "192.0.2.7"], "nobody can listen there"),
+    (["dash", "{run}", "--host", "192.0.2.7"], "cannot listen there"),
     (["dash", "/nowhere"], "there is no folder"),
 ])  # fmt: skip
 def test_what_can_not_be_shown_is_refused_in_a_sentence(

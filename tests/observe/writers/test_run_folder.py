@@ -160,7 +160,7 @@ def test_a_full_disk_is_one_sentence_and_a_line_can_be_written_when_there_is_roo
 
 def test_a_folder_that_can_not_be_made_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match="a file stands where a folder is needed"):
+    with pytest.raises(RunError, match="a part of the path is a file, not a folder"):
         RunFolder(str(tmp_path / "file" / "run")).open()
 
 

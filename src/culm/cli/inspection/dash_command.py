@@ -83,7 +83,7 @@ async def _serve_until_signal(opened: contextlib.AbstractAsyncContextManager[Cac
 
     async with opened as window, serve_page(window, host=host, port=port) as address:
         if not is_loopback(host):
-            _print_line(f"everybody who can reach {host} can read this page")
+            _print_line(f"anyone who can reach {host} can read this page")
         _print_line(f"the run is shown at {address}")
         await asyncio.Event().wait()
 

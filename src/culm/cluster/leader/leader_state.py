@@ -390,7 +390,7 @@ class LeaderState:
             part = messages.EpochPart(digest, group.workers, messages.encode(group.part))
             self.send_to_all((agent for agent in agents if agent is not None), part)
         if not (yield PublishEpoch(self.epoch.number, body, digest, is_large)):
-            raise RunError("another node leads this run: this one was taken for dead")
+            raise RunError("another node leads this run, because this one was declared lost")
         self.handlers.epoch_change.returning_nodes.begin_epoch(body)
         self.expect_heartbeats(self.epoch)
 

@@ -52,7 +52,7 @@ class PageLayout:
 
 
 def layout_run(run: ReportData, trace: PerfettoTrace | None = None) -> PageLayout:
-    """The page of one run, most urgent facts first."""
+    """The page of one run, with the most urgent figures first."""
     title = f"{run.name}: {_progress_words(run)}" if run.name else _progress_words(run)
     return PageLayout(f"culm: {title}", tuple(_run_blocks(run, trace)))
 
@@ -326,7 +326,7 @@ def html_table(headings: Sequence[str], rows: Sequence[Sequence[object]], *, css
 
 def _slots_html(now: Mapping[str, Any]) -> str:
     rows = [(post.get("node"), post.get("slot"), post.get("layers"), post.get("more")) for post in now["posts"]]
-    return "<h2>Who does what</h2>" + html_table(("node", "slot", "layers", ""), rows)
+    return "<h2>Roles of the nodes</h2>" + html_table(("node", "slot", "layers", ""), rows)
 
 
 def _recoveries_html(found: Sequence[RecoveryRow], graph: bool) -> str:

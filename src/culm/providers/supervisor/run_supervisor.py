@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from culm.providers.fork_server_process import ForkServerProcess
 
 _CHECKPOINT_TIMEOUT_S = 600.0
-"""Limit for the last checkpoint of a run whose launcher has died: nobody is there to end a run that cannot write."""
+"""Limit for the last checkpoint of a run whose launcher has ended: no user is left to end a run that cannot write."""
 
 
 def main(window: int, launcher: int, fork_server: ForkServerProcess, output: int | None) -> None:
