@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 CHUNK_BYTES = 64 << 20
-"""Memory is asked for in pieces of this size, or of one slab if that is larger: locking pages takes long."""
+"""Memory is requested in pieces of this size, or of one slab if that is larger: locking pages takes long."""
 ALIGNMENT = 64
-"""Of each tensor in a slab, in bytes."""
+"""Alignment of each tensor in a slab, in bytes."""
 _SMALLEST_SLAB = 4096
 
 

@@ -33,7 +33,7 @@ class MachineOffer(NamedTuple):
     """A kind of machine that the launch may use."""
 
     request: MachineRequest
-    """For one machine."""
+    """A request for one machine."""
     price_per_h: float | None
     """Dollars; None: not known."""
 

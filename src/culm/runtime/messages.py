@@ -37,7 +37,7 @@ class EpochPart(msgspec.Struct, frozen=True, tag="part"):
     """Leader to agents: what some workers need of a large epoch. It counts once that epoch has been announced."""
 
     digest: str
-    """Of the whole epoch."""
+    """Digest of the whole epoch."""
     workers: tuple[int, ...]
     body: bytes
     """An encoded epoch without the action lists of workers that these exchange nothing with."""

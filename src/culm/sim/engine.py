@@ -150,7 +150,7 @@ class Engine:
         self.ledger = CostLedger()
         """What the nodes cost: the ledger of real runs."""
         self.rentals: dict[str, tuple[str, str | None]] = {}
-        """Of each node that is present: the name of its rental, and its zone if its price follows `prices`."""
+        """By node that is present: the name of its rental, and its zone if its price follows `prices`."""
         self.rental_count = 0
         self.result = StrategyRun()
         self.now = 0.0
