@@ -36,7 +36,7 @@ def dash(
     etcd_key: EtcdKey = None,
     etcd_insecure: EtcdInsecure = False,
     secret_file: SecretFile = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Serve a live page of a run to browsers on this machine, and its figures to Prometheus under /metrics."""
     with report_errors(debug=debug):

@@ -25,7 +25,7 @@ def report(
         str | None, typer.Option(metavar="FILE", help="Default: report.html in the folder; of several runs: here.")
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the facts as JSON; no file without --out.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Write a report of one run, or of several side by side: one HTML file with everything in it."""
     with report_errors(debug=debug):

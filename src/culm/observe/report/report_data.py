@@ -303,8 +303,8 @@ def _speed_figures(
     begin: float,
     summary: EventFields,
 ) -> dict[str, float | None]:
-    """Figures of the last part of a run: seconds to its first step and since then, samples per second over all its steps
-    and over the latest ones."""
+    """Figures of the last part of a run: seconds to its first step and since then, samples per second over all of its
+    steps and over the latest ones."""
     ready = [float(e["t"]) for e in events if e["kind"] in ("ready", "server-up")]
     size = _first_epoch_size(events)
     first = ready[size - 1] if len(ready) >= size else None
