@@ -83,7 +83,7 @@ def best_way(request: TableRequest) -> PaperTableSet:
         "in up to five shapes on the same traces that it is reported for, so differences of a few percent are not",
         "significant. On demand has its own best shape. docs/simulator.md lists the assumed costs of disturbances.",
         f"All strategies, the published ones included, run one schedule ({SCHEDULE}), so that the tables compare what",
-        "they do after losses. *Loss-free* is the goodput as a share of the same shape without losses; it exceeds 100 %",
+        "they do after losses. *Loss-free*: the goodput as a share of the same shape without losses; it exceeds 100 %",
         "where the trace has more nodes than the shape. What another schedule is worth without losses is below each",
         f"table. Fitted: the factor {T4_TO_V100} from V100 to T4, which follows from peaks and was not measured.",
     ]
