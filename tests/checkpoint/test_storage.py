@@ -74,7 +74,7 @@ def test_a_path_a_file_url_and_a_string_name_the_same_place(tmp_path: Path) -> N
     assert Storage(f"{tmp_path}/").read("x") == b"1"
 
 
-def test_a_written_file_has_the_rights_that_the_user_asks_for(tmp_path: Path) -> None:
+def test_a_written_file_has_the_permissions_of_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
         Storage(tmp_path).write("x", b"1")
@@ -217,7 +217,7 @@ def test_a_folder_in_the_way_of_a_file_is_named(tmp_path: Path) -> None:
     assert files(tmp_path) == set()
 
 
-def test_reading_what_is_not_there_says_so(storage: Storage) -> None:
+def test_reading_a_missing_file_names_it(storage: Storage) -> None:
     with pytest.raises(CheckpointError, match=r"could not read .*/x: it is not there"):
         storage.read("x")
 

@@ -67,7 +67,7 @@ def test_missing_machines_are_requested_once() -> None:
     assert fleet.decide(running("m1", "m2", "m3"), {}, 2.0) == []
 
 
-def test_a_machine_that_was_taken_away_is_replaced_and_the_reason_is_said() -> None:
+def test_a_lost_machine_is_replaced_and_the_reason_is_reported() -> None:
     fleet = controller(2)
     started(fleet, "m1", "m2")
     actions = fleet.decide([*running("m1"), ended("m2", "the market")], {"m1": True}, 5.0)

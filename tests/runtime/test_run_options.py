@@ -442,7 +442,7 @@ def test_an_optimizer_that_raises_is_named_with_its_layer() -> None:
             run(job)
 
 
-def test_a_hook_that_asks_to_leave_ends_the_run_with_its_name() -> None:
+def test_a_hook_that_exits_ends_the_run_with_its_name() -> None:
     job = job_with(on_step=lambda metrics: sys.exit(9))
     with pytest.raises(LayerFailed, match=r"Job\.on_step raised SystemExit: 9"):
         simulate(job, stages=2)

@@ -67,7 +67,7 @@ def test_rows_measured_one_at_a_time_are_combined(monkeypatch: pytest.MonkeyPatc
     assert list(run(device="cpu")["rows"]) == list(CASES)
 
 
-def test_what_can_not_be_measured_is_refused_before_anything_starts(
+def test_what_cannot_be_measured_is_refused_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

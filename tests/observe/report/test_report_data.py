@@ -23,7 +23,7 @@ from culm.observe.step_metrics import StepMetrics
 from culm.testing import Faults
 
 
-def test_a_run_that_is_done_is_what_its_summary_says() -> None:
+def test_the_state_of_a_completed_run_is_that_of_its_summary() -> None:
     found = build_report_data(contents())
     assert (found.state, found.steps, found.steps_requested, found.samples) == ("done", 10, 10, 80)
     assert found.every_sample_once
@@ -34,7 +34,7 @@ def test_a_run_that_is_done_is_what_its_summary_says() -> None:
     assert found.checkpoints == ((5.0, 4, 1000),)
 
 
-def test_a_run_that_goes_on_is_judged_by_its_lines() -> None:
+def test_the_state_of_a_running_run_follows_from_its_lines() -> None:
     found = build_report_data(contents(summary=None, steps=steps(6), events=EVENTS, idle_s=1.0))
     assert (found.state, found.steps, found.samples, found.preemptions) == ("running", 6, 48, 1)
     assert found.every_sample_once
@@ -47,7 +47,7 @@ def test_a_run_that_goes_on_is_judged_by_its_lines() -> None:
     ).every_sample_once
 
 
-def test_a_run_of_which_nothing_is_heard_any_more_was_cut_off() -> None:
+def test_a_run_without_new_lines_was_cut_off() -> None:
     silent = contents(summary=None, steps=steps(6), events=EVENTS, idle_s=61.0)
     assert build_report_data(silent).state == "cut off"
     slow = [replace_t(step, 60.0 * step.step) for step in steps(6)]
@@ -131,7 +131,7 @@ def test_events_are_sentences_and_unknown_ones_their_fields() -> None:
     assert event_sentence(graph) == "the run begins: cora, gcn, pipe, up to epoch 9"
 
 
-def test_what_several_say_for_one_reason_is_told_once() -> None:
+def test_equal_reports_of_several_nodes_are_shown_once() -> None:
     doubts = [{"t": 4.6, "kind": "suspected", "node": node, "why": "it broke"} for node in (0, 1, 1)]
     told = [h.text for h in build_report_data(contents(events=[*EVENTS[:9], *doubts])).event_lines]
     assert told[-1] == "node 0, 1 cannot reach a peer"

@@ -124,7 +124,7 @@ def _table(result: Mapping[str, Any]) -> Table:
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
     for name, counts in result["covered"].items():
-        table.add_row(name, ", ".join(f"{what} {count}" for what, count in counts.items()))
+        table.add_row(name, ", ".join(f"{what}: {count}" for what, count in counts.items()))
     return table
 
 
