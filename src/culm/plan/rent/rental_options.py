@@ -159,8 +159,8 @@ def find_rental_options(
     if not rows:
         names = ", ".join(strategy.name for strategy in query.strategies)
         raise PlanError(
-            f"--strategy {names} gives no estimate for the shapes that fit on {offer.instance}: leave it out to compare "
-            "the others, or define Strategy.estimate if it is your own"
+            f"--strategy {names} gives no estimate for the shapes that fit on {offer.instance}: leave it out to "
+            "compare the others, or define Strategy.estimate if it is your own"
         )
     ranked = _rank_options(rows)
     return RentalOptions(ranked, _explain_choice(ranked, query, offer))
