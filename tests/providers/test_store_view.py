@@ -73,7 +73,7 @@ def test_before_a_run_has_begun_it_is_waited_for() -> None:
 
 def test_the_page_names_the_leader_and_the_layers_of_each_node() -> None:
     seen = [contents for contents in watched() if contents.steps and contents.live]
-    rows = [row for contents in seen for row in contents.current["posts"]]
+    rows = [row for contents in seen for row in contents.current["assignments"]]
     held = {(row["slot"], row["layers"]) for row in rows}
     assert held == {("0.0", "0-1"), ("0.1", "2-3"), ("1.0", "0-1"), ("1.1", "2-3")}
     assert {row["node"] for row in rows if row["more"].startswith("leads")} == {0}
@@ -84,7 +84,7 @@ def test_a_node_with_several_workers_has_one_row_with_all_of_its_slots() -> None
     seen: list[RunContents] = []
     setup = cached_setup(JOB, pipelines=2, stages=2, workers_per_node=2)
     run_prepared(JOB, setup, script=watching(seen), cost=lambda *_: 0.01)
-    rows = next(contents.current["posts"] for contents in seen if contents.steps and contents.live)
+    rows = next(contents.current["assignments"] for contents in seen if contents.steps and contents.live)
     assert [(row["node"], row["slot"], row["layers"]) for row in rows] == [
         (0, "0.0, 0.1", "0-1 | 2-3"),
         (1, "1.0, 1.1", "0-1 | 2-3"),
@@ -153,5 +153,5 @@ async def _heard_through(url: str, setup: bytes) -> None:
             while (found := build_report_data(heard.read())).nodes_present > 1:
                 await asyncio.sleep(0.01)
     assert (found.state, found.steps_requested, found.preemptions) == ("running", 8, 1)
-    assert [stay.how for stay in found.node_presences if stay.notices] == ["left"]
+    assert [stay.end_reason for stay in found.node_presences if stay.notices] == ["left"]
     assert said == []

@@ -85,14 +85,14 @@ def test_files_that_are_missing_leave_gaps_and_no_errors() -> None:
 
 
 def test_nodes_are_there_from_joining_to_their_loss_and_in_which_slots() -> None:
-    stays = {stay.node: stay for stay in build_report_data(contents()).node_presences}
-    assert (stays["2"].came, stays["2"].gone, stays["2"].how) == (0.2, 4.6, "lost")
-    assert stays["2"].posts == ((0.3, 4.6, "2.0"),)
-    assert stays["0"].posts == ((0.3, 10.6, "0.0"),)
-    assert stays["1"].notices == (7.0,)
-    assert (stays["3"].posts, stays["3"].gone) == ((), None)
+    presences = {presence.node: presence for presence in build_report_data(contents()).node_presences}
+    assert (presences["2"].joined_at, presences["2"].ended_at, presences["2"].end_reason) == (0.2, 4.6, "lost")
+    assert presences["2"].assignments == ((0.3, 4.6, "2.0"),)
+    assert presences["0"].assignments == ((0.3, 10.6, "0.0"),)
+    assert presences["1"].notices == (7.0,)
+    assert (presences["3"].assignments, presences["3"].ended_at) == ((), None)
     kinds = [mark.kind for mark in build_report_data(contents()).marks]
-    assert kinds == ["lost", "recovered", "came", "notice"]
+    assert kinds == ["lost", "recovered", "joined", "notice"]
 
 
 def test_a_node_with_several_workers_has_several_slots() -> None:
@@ -102,7 +102,7 @@ def test_a_node_with_several_workers_has_several_slots() -> None:
         {"t": 0.3, "kind": "epoch", "number": 1, "members": [0, 0, 1, 1], "slots": ["0.0", "0.1", "1.0", "1.1"]},
     ]
     found = build_report_data(RunContents(events=events))
-    assert {stay.node: [slot for *_, slot in stay.posts] for stay in found.node_presences} == {
+    assert {presence.node: [slot for *_, slot in presence.assignments] for presence in found.node_presences} == {
         "0": ["0.0, 0.1"],
         "1": ["1.0, 1.1"],
     }
@@ -118,7 +118,7 @@ def test_a_resumed_run_is_one_run_on_one_axis() -> None:
     assert [point.t for point in found.loss_curve] == sorted(point.t for point in found.loss_curve)
     assert found.loss_curve[6].t == pytest.approx(7.0 + 1.5)
     assert found.samples == 16
-    assert [stay.node for stay in found.node_presences if stay.gone is None] == ["0"]
+    assert [presence.node for presence in found.node_presences if presence.ended_at is None] == ["0"]
 
 
 def test_events_are_sentences_and_unknown_ones_their_fields() -> None:
@@ -180,8 +180,13 @@ def test_a_real_folder_is_read_whatever_became_of_its_run(tmp_path: Path) -> Non
     found = build_report_data(RunFolderReader(out).read())
     assert (found.state, found.steps, found.preemptions, found.every_sample_once) == ("done", 6, 1, True)
     assert found.summary["weights_sha256"] == made.weights_sha256
-    assert [stay.node for stay in found.node_presences if stay.how == "lost"] == ["3"]
-    assert {slot for stay in found.node_presences for *_, slot in stay.posts} >= {"0.0", "0.1", "1.0", "1.1"}
+    assert [presence.node for presence in found.node_presences if presence.end_reason == "lost"] == ["3"]
+    assert {slot for presence in found.node_presences for *_, slot in presence.assignments} >= {
+        "0.0",
+        "0.1",
+        "1.0",
+        "1.1",
+    }
     assert len(found.recoveries) == 1
     cut = str(tmp_path / "cut")
     run_until_killed(cut, after=3, checkpoint_every=2)

@@ -71,7 +71,7 @@ def test_the_page_of_a_run_says_first_what_matters_most() -> None:
     assert {"recoveries", "split", "happened", "details"} <= set(ids(view))
     assert "now " not in said.partition("exact")[0]
     marked = {trace["name"] for trace in charts(view)["pace"]["data"]}
-    assert marked == {"pace", "goodput so far", "lost", "recovered", "came", "notice"}
+    assert marked == {"pace", "goodput so far", "lost", "recovered", "joined", "notice"}
     kinds = [trace["name"] for trace in charts(view)["timeline"]["data"]]
     assert kinds[0] == "forward (F)"
     assert len(kinds) == 6
@@ -140,7 +140,7 @@ def test_a_page_of_a_long_run_is_no_larger_than_what_can_be_seen() -> None:
     gone = [{"t": 100 + 0.1 * n, "kind": "lost", "node": n, "step": n} for n in range(4, 900)]
     view = layout_run(build_report_data(contents(steps=long, events=[*EVENTS, *came, *gone])))
     assert len(view.data) < 400_000
-    assert "The last 120 of 1000 that came." in words(view)
+    assert "The last 120 of 1000 that joined." in words(view)
     assert max(charts(view)["crowd"]["data"][0]["y"]) == 999
 
 
