@@ -273,7 +273,7 @@ def test_a_file_of_another_model_is_refused(used: Callable[[Job], object], tmp_p
     path = saved(plain, tmp_path / "a.safetensors")
     with pytest.raises(JobError, match=r"has no tensor '5\.linear\.bias' \(2 are missing\)"):
         used(job_with(layers=[Dense, *plain.layers], init=path))
-    with pytest.raises(JobError, match=r"'4\.linear\.\w+' has shape \(3,.*\), the layer wants \(4,"):
+    with pytest.raises(JobError, match=r"'4\.linear\.\w+' has shape \(3,.*\), the layer needs \(4,"):
         used(job_with(layers=[*plain.layers[:-1], partial(Dense, WIDTH, 4)], data=Points(classes=4), init=path))
     Path(path).write_bytes(b"nothing of the kind")
     with pytest.raises(JobError, match="cannot be read as safetensors"):

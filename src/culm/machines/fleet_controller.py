@@ -1,8 +1,8 @@
 """FleetController: decides which machines to request and which to release, with the reason. Pure: no I/O, no clock.
 
-It is told what its provider lists, which machines have a node in the run, what was granted, and the time. It answers
-with actions, which `machine_fleet` executes. Of several offers it chooses the cheapest one after the expected cost of
-preemptions; an offer that fails or has no capacity is tried again later, with doubling delay.
+Its inputs are the machines that the provider lists, which of them have a node in the run, the granted requests, and the
+time. It returns actions, which `machine_fleet` executes. Of several offers it chooses the cheapest one after the
+expected cost of preemptions; an offer that fails or has no capacity is tried again later, with doubling delay.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ FleetAction: TypeAlias = RequestMachines | ReleaseMachines | DrainMachines | Rep
 
 @dataclass(frozen=True, kw_only=True)
 class FleetTarget:
-    """What the launch wants."""
+    """The machines that the launch should have."""
 
     count: int
     offers: tuple[MachineOffer, ...]

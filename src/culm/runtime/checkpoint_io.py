@@ -46,7 +46,7 @@ class CheckpointWriter:
         self._write_failed = self._stalled = False
         """Whether an attempt of the write under way has failed, and whether the last one has not returned yet."""
         self._storage_failed = False
-        """Whether the leader was told of a failure after which nothing has been written."""
+        """Whether a failure was reported to the leader and nothing has been written since."""
         self._state_changed = asyncio.Event()
         """Set when an attempt has failed or a write has ended."""
 

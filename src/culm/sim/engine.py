@@ -303,7 +303,7 @@ class Engine:
         self._record_point()
 
     def _schedule_recheck(self) -> None:
-        """Schedule the recheck: after the open step and as many more as the strategy wants."""
+        """Schedule the recheck: after the open step and as many more as the strategy requests."""
         steps, self.recheck_at = self.strategy.recheck_after_steps, math.inf
         if steps and self.rate > 0:
             self.recheck_at_samples = (

@@ -106,7 +106,7 @@ class JobFacts(msgspec.Struct, frozen=True):
 
 
 class EventTime:
-    """The time of the current event, and the times at which nodes were killed as far as events told them."""
+    """The time of the current event, and the times at which nodes were killed, where an event had one."""
 
     def __init__(self, now: float) -> None:
         self.now_s = now
