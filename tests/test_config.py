@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import msgspec
+import numpy as np
 import pytest
 
 import culm
@@ -59,6 +60,13 @@ def test_keyword_arguments_override_the_config() -> None:
 def test_paths_become_text_and_sequences_become_tuples() -> None:
     config = merge_options(None, {"out": Path("runs/a"), "kills": ["node=1 step=2"], "cuts": iter([1, 2])})
     assert (config.out, config.kills, config.cuts) == ("runs/a", ("node=1 step=2",), (1, 2))
+
+
+def test_numbers_of_numpy_become_numbers_of_python() -> None:
+    options = {"pipelines": np.int64(2), "suspect_after": np.float64(3), "dash": np.bool_(True), "cuts": np.array([1])}
+    config = merge_options(None, options)
+    assert (config.pipelines, config.suspect_after, config.dash, config.cuts) == (2, 3.0, True, (1,))
+    assert msgspec.json.decode(msgspec.json.encode(config), type=RunConfig) == config
 
 
 def test_an_unknown_keyword_argument_gets_a_suggestion() -> None:

@@ -172,6 +172,8 @@ class RunConfig:
             _set_tuple(self, name)
         writers = (class_reference("writers", each) if isinstance(each, type) else each for each in self.writers)
         object.__setattr__(self, "writers", tuple(writers))
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, _to_plain(getattr(self, field.name)))
         _check_known("schedule", self.schedule, RUN_SCHEDULES)
         object.__setattr__(self, "strategy", strategies.reference_to(self.strategy))  # Python may pass a class
         strategies.check_name(self.strategy)
@@ -359,6 +361,14 @@ def _set_tuple(config: RunConfig, name: str) -> None:
         raise UsageError(f"{option_name(name)} is {value!r}: use a sequence of values")
     if value is not None:
         object.__setattr__(config, name, tuple(value))
+
+
+def _to_plain(value: Any) -> Any:
+    """A number of numpy or torch as a number of Python, also inside of a tuple. Other values stay as they are."""
+    if isinstance(value, tuple):
+        return tuple(map(_to_plain, value))
+    is_number = hasattr(value, "item") and not isinstance(value, type) and getattr(value, "ndim", 0) == 0
+    return value.item() if is_number else value
 
 
 def _check_known(field: str, value: str, choices: Iterable[str]) -> None:
