@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import msgspec
+import numpy as np
 import pytest
 
 import culm
 from culm.config import JoinOptions, RunConfig, RunOptions, merge_options
 from culm.errors import UsageError
+from culm.observe.writers.prometheus import PrometheusWriter
 from culm.providers.shared_run import find_shared_run
 
 FIELDS = [field.name for field in dataclasses.fields(RunConfig)]
@@ -60,9 +62,51 @@ def test_paths_become_text_and_sequences_become_tuples() -> None:
     assert (config.out, config.kills, config.cuts) == ("runs/a", ("node=1 step=2",), (1, 2))
 
 
+def test_numbers_of_numpy_become_numbers_of_python() -> None:
+    options = {"pipelines": np.int64(2), "suspect_after": np.float64(3), "dash": np.bool_(True), "cuts": np.array([1])}
+    config = merge_options(None, options)
+    assert (config.pipelines, config.suspect_after, config.dash, config.cuts) == (2, 3.0, True, (1,))
+    assert msgspec.json.decode(msgspec.json.encode(config), type=RunConfig) == config
+
+
 def test_an_unknown_keyword_argument_gets_a_suggestion() -> None:
     with pytest.raises(UsageError, match="RunConfig has no field 'stags': did you mean 'stages'"):
         merge_options(None, {"stags": 2})
+
+
+@pytest.mark.parametrize(("name", "field"), [("kill", "kills"), ("job", "job_name"), ("price", "node_price")])
+def test_the_name_of_an_option_leads_to_its_field(name: str, field: str) -> None:
+    with pytest.raises(UsageError, match=f"RunConfig has no field '{name}': did you mean '{field}'"):
+        merge_options(None, {name: "x"})
+
+
+def test_a_field_of_the_job_is_refused_with_the_argument_that_replaces_it() -> None:
+    with pytest.raises(UsageError, match=r"field of the Job; culm\.train replaces it with overrides={'steps': "):
+        merge_options(None, {"steps": 2})
+
+
+def test_a_config_of_another_type_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"config is of type dict: pass a culm\.RunConfig"):
+        merge_options({"stages": 2}, {})  # type: ignore[arg-type]
+
+
+def test_a_writer_may_be_a_class_that_other_processes_can_import() -> None:
+    assert RunConfig(writers=(PrometheusWriter, "wandb")).writers == (  # type: ignore[arg-type]
+        "culm.observe.writers.prometheus:PrometheusWriter",
+        "wandb",
+    )
+
+    class Local:
+        """Cannot be imported."""
+
+    with pytest.raises(UsageError, match=r"writers is the class .*Local.* other processes cannot import"):
+        RunConfig(writers=(Local,))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_value_of_a_wrong_type_is_refused_in_one_sentence(field: str) -> None:
+    with pytest.raises(UsageError):
+        merge_options(None, {field: object()})
 
 
 def test_losses_is_a_deprecated_name_of_the_preemption_rate() -> None:
@@ -77,7 +121,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"kills": "node=1 step=2"}, "--kill is 'node=1 step=2': use a sequence"),
     ({"kills": ["node=1"]}, "does not say when"),
     ({"ports": (7100, 7000)}, "--ports 7100-7000 is not a range"),
-    ({"ports": (7100,)}, "--ports 7100 is not a range"),
+    ({"ports": (7100,)}, "--ports is (7100,): use the first and the last port"),
     ({"preemption_rate": -0.1}, "--preemption-rate is -0.1: use the share of nodes preempted per hour"),
     ({"preemption_rate": "10%"}, "--preemption-rate is '10%'"),
     ({"trace": "t.csv", "speedup": 0}, "--speedup is 0: use a number above 0"),
@@ -86,6 +130,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"local_nodes": 2}, "--local is for a run that other machines join: add --join TOKEN or --etcd URL"),
     ({"etcd": "http://a", "local_nodes": -1}, "--local is -1: use a whole number of at least 0"),
     ({"checkpoint_every": 5}, "--checkpoint-every needs a folder"),
+    ({"dash": "yes"}, "--dash is 'yes': use True or False"),
+    ({"etcd": 5}, "--etcd is 5: use a string"),
+    ({"suspect_after": "5"}, "--suspect-after is '5': use a number"),
+    ({"cuts": (1, "2")}, "--cuts is (1, '2'): use a sequence of whole numbers"),
+    ({"kills": [("node=1",)]}, "use a sequence of strings"),
+    ({"hook_timeout": -1}, "--hook-timeout is -1: use a number of seconds above 0"),
     ({"restart": "hot"}, "no --restart 'hot'"),
 ]
 

@@ -15,7 +15,7 @@ from culm.models import RandomTokens, gpt, gpt_loss
 if TYPE_CHECKING:
     from culm.job import Dataset, Precision
 
-LayerFactory: TypeAlias = Callable[[], nn.Module]
+ModuleFactory: TypeAlias = Callable[[], nn.Module]
 StageCut: TypeAlias = tuple[range, ...]
 """Layers of each stage, in order; stage g runs on worker g % workers."""
 
@@ -35,7 +35,7 @@ class JobSpec(Protocol):
     def device(self) -> str: ...
     @property
     def precision(self) -> Precision: ...
-    def layers(self) -> Sequence[LayerFactory]: ...
+    def layers(self) -> Sequence[ModuleFactory]: ...
     def data(self) -> Dataset: ...
     def loss(self, output: Tensor, target: Tensor) -> Tensor: ...
     def optimizer(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer: ...
@@ -63,7 +63,7 @@ class GPTSpec:
     precision: Precision = "fp32"
     """bf16: autocast over weights of 32 bits."""
 
-    def layers(self) -> Sequence[LayerFactory]:
+    def layers(self) -> Sequence[ModuleFactory]:
         return gpt(
             width=self.width,
             blocks=self.blocks,

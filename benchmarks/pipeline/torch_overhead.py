@@ -13,7 +13,7 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from benchmarks.common.gpt_job import LayerFactory
+    from benchmarks.common.gpt_job import ModuleFactory
 
     from culm.job import Dataset, Precision
 
@@ -44,7 +44,7 @@ class NoOpSpec:
     device: str = "cpu"
     precision: Precision = "fp32"
 
-    def layers(self) -> Sequence[LayerFactory]:
+    def layers(self) -> Sequence[ModuleFactory]:
         return [NoOpLayer] * self.depth
 
     def data(self) -> Dataset:

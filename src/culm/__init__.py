@@ -1,8 +1,12 @@
 """culm: train large models on preemptible machines.
 
-The package, from the bottom up. A package imports only from packages above it in this list:
+The package, from the bottom up. A package imports only from packages above it in this list. There are two exceptions:
+config reads timeouts and kinds of faults from modules of cluster and transport that depend on nothing else there, and
+providers reads launches, job archives and join tokens from machines. No two modules import each other.
 
+    version      the version
     errors       all errors that culm raises
+    text_format  numbers, sizes and durations as text
     metric       named values of a step: culm.Metric, culm.record
     monitor      which evaluation is the best: culm.Monitor, culm.EarlyStop
     initial_location  where Job.init is
@@ -10,6 +14,7 @@ The package, from the bottom up. A package imports only from packages above it i
     job          the Job: layers, loss, optimizer, data, batch
     schedule/    actions, plans, generators, checks, timing, pictures            pure (no torch)
     plan/        model partition, shape, planning around losses                  pure
+    strategies/  what a run keeps, and what it does after a loss                 pure
     market/      prices and traces of preemptible machines                       pure
     sim/         cost of a run under a market                                    pure
     config       the RunConfig: how a run is executed                            pure
@@ -25,7 +30,7 @@ The package, from the bottom up. A package imports only from packages above it i
     cluster/     store, epochs, agent, leader
     providers/   start nodes; execute a run
     machines/    machines that join a run: store, tokens, job archives, providers of machines
-    training     culm.train and culm.join
+    training     culm.train, culm.start and culm.join
     gnn/         graph networks on servers and elastic workers
     testing/     public: the reference loop, the simulated cluster, faults
     verify/      prove a run by retraining it between its checkpoints
@@ -47,7 +52,7 @@ if TYPE_CHECKING:
     from culm import hf
     from culm.config import RunConfig
     from culm.summary import Summary
-    from culm.training import join, train
+    from culm.training import join, start, train
 
 __all__ = [
     "STOP",
@@ -62,10 +67,17 @@ __all__ = [
     "hf",
     "join",
     "record",
+    "start",
     "train",
 ]
 
-_LAZY = {"RunConfig": "culm.config", "Summary": "culm.summary", "join": "culm.training", "train": "culm.training"}
+_LAZY = {
+    "RunConfig": "culm.config",
+    "Summary": "culm.summary",
+    "join": "culm.training",
+    "start": "culm.training",
+    "train": "culm.training",
+}
 """Imported on first use, so that commands that need none of them start fast."""
 
 

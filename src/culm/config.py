@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import os
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, TypedDict
+from typing import Any, Literal, TypeAlias, TypedDict, get_type_hints
 
 import msgspec
 
@@ -21,9 +22,11 @@ from culm import strategies
 from culm.cluster.node_faults import KillNode
 from culm.cluster.timeouts import derive_timeouts
 from culm.errors import UsageError
+from culm.job import Job
 from culm.market.rental_cost import rental_terms
 from culm.plan.reshape.reconfigure_policy import RECONFIGURE_POLICIES
 from culm.schedule import RUN_SCHEDULES
+from culm.strategies.registry import class_reference
 from culm.transport.frames.encryption_policy import ENCRYPTION_POLICIES, EncryptionPolicy
 
 RestartMode: TypeAlias = Literal["warm", "cold"]
@@ -172,6 +175,10 @@ class RunConfig:
             _set_path(self, name)
         for name in _TUPLE_FIELDS:
             _set_tuple(self, name)
+        writers = (class_reference("writers", each) if isinstance(each, type) else each for each in self.writers)
+        object.__setattr__(self, "writers", tuple(writers))
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, _to_plain(getattr(self, field.name)))
         _check_known("schedule", self.schedule, RUN_SCHEDULES)
         object.__setattr__(self, "strategy", strategies.reference_to(self.strategy))  # Python may pass a class
         strategies.check_name(self.strategy)
@@ -179,20 +186,11 @@ class RunConfig:
         _check_known("restart", self.restart, RESTART_MODES)
         _check_known("encrypt", self.encrypt, ENCRYPTION_POLICIES)
         _check_known("reduce", self.reduce, REDUCE_LIBRARIES)
-        positive = (
-            "pipelines",
-            "stages",
-            "nodes",
-            "workers_per_node",
-            "keep_last",
-            "memory",
-            "ranges",
-            "max_activations",
-        )
-        for name in positive:
+        for name in _AT_LEAST_ONE:
             _check_at_least(1, name, getattr(self, name))
         for name in ("checkpoint_every", "local_nodes"):
             _check_at_least(0, name, getattr(self, name))
+        _check_types(self)
         _check_money(self)
         derive_timeouts(self.suspect_after, blocked_after=self.blocked_after)
         if not (self.slow_factor == 0 or self.slow_factor >= MIN_SLOW_FACTOR):
@@ -291,7 +289,7 @@ class RunOptions(JoinOptions, total=False):
     local_nodes: int | None
     encrypt: EncryptionPolicy
     reduce: ReduceLibrary
-    writers: Iterable[str]
+    writers: Iterable[str | type]
     dash: bool
 
 
@@ -303,14 +301,23 @@ def merge_options(config: RunConfig | None, options: Mapping[str, Any]) -> RunCo
             raise UsageError("losses and preemption_rate are both given: use preemption_rate alone")
         warnings.warn("losses is deprecated: use preemption_rate", DeprecationWarning, stacklevel=3)
         given["preemption_rate"] = given.pop("losses")
+    if not isinstance(config, RunConfig | None):
+        raise UsageError(
+            f"config is of type {type(config).__name__}: pass a culm.RunConfig, or its fields as keyword arguments"
+        )
     known = [field.name for field in dataclasses.fields(RunConfig)]
     for name in given:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            raise UsageError(
-                f"RunConfig has no field {name!r}: " + (f"did you mean {close[0]!r}?" if close else ", ".join(known))
-            )
+            raise UsageError(f"RunConfig has no field {name!r}: {_unknown_field_fix(name, known)}")
     return dataclasses.replace(config or RunConfig(), **given)
+
+
+def _unknown_field_fix(name: str, known: Sequence[str]) -> str:
+    if name in {field.name for field in dataclasses.fields(Job)}:
+        return f"it is a field of the Job; culm.train replaces it with overrides={{{name!r}: ...}}"
+    fields = {option: field for field, option in _OPTION_NAMES.items()}
+    close = [fields[name]] if name in fields else difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]!r}?" if close else ", ".join(known)
 
 
 _PATH_FIELDS = ("out", "resume", "profile", "trace", "etcd_ca", "etcd_cert", "etcd_key", "secret_file")
@@ -326,6 +333,18 @@ _MONEY_FIXES = {
     "max_price": "use dollars per hour above 0",
 }
 _NEED_TRACE = {"speedup": 1.0, "notice": 0.0}
+
+
+_EXPECTED: tuple[tuple[Any, str], ...] = (
+    (int, "a whole number"),
+    (float, "a number"),
+    (bool, "True or False"),
+    (str, "a string"),
+    (tuple[str, ...], "a sequence of strings"),
+    (tuple[int, ...], "a sequence of whole numbers"),
+    (tuple[int, int], "the first and the last port"),
+)
+"""What to use for a field of a type, for error messages."""
 
 
 def option_name(field: str) -> str:
@@ -351,6 +370,14 @@ def _set_tuple(config: RunConfig, name: str) -> None:
         object.__setattr__(config, name, tuple(value))
 
 
+def _to_plain(value: Any) -> Any:
+    """A number of numpy or torch as a number of Python, also inside of a tuple. Other values stay as they are."""
+    if isinstance(value, tuple):
+        return tuple(map(_to_plain, value))
+    is_number = hasattr(value, "item") and not isinstance(value, type) and getattr(value, "ndim", 0) == 0
+    return value.item() if is_number else value
+
+
 def _check_known(field: str, value: str, choices: Iterable[str]) -> None:
     names = tuple(choices)
     if value not in names:
@@ -364,17 +391,32 @@ def _check_at_least(least: int, field: str, value: object) -> None:
         raise UsageError(f"{option_name(field)} is {value!r}: use a whole number of at least {least}")
 
 
+def _check_types(config: RunConfig) -> None:
+    """Refuse a field whose value has another type than the field. Other checks may then use the values."""
+    for name, kind in _field_types().items():
+        value = getattr(config, name)
+        try:
+            msgspec.convert(value, kind)
+        except msgspec.ValidationError:
+            expected = next((text for known, text in _EXPECTED if kind in (known, known | None)), "a value of its type")
+            raise UsageError(f"{option_name(name)} is {value!r}: use {expected}") from None
+
+
+@functools.cache
+def _field_types() -> Mapping[str, Any]:
+    """The type of every field that needs no more than its type to be checked."""
+    special = ("preemption_rate", "speedup", "notice", *_MONEY_FIXES)  # `_check_number` says what they mean
+    return {name: kind for name, kind in get_type_hints(RunConfig).items() if name not in special}
+
+
 def _check_numbers(config: RunConfig) -> None:
     _check_number(config, "preemption_rate", "use the share of nodes preempted per hour, as in 0.1")
     _check_number(config, "rejoin_within", "use a number of seconds, 0 or more")
-    if config.replace_within is not None:
-        _check_number(config, "replace_within", "use a number of seconds, 0 or more")
-    if config.improve_plan is not None:
-        _check_number(config, "improve_plan", "use a number of seconds, 0 or more")
-    if config.storage_timeout is not None:
-        _check_number(config, "storage_timeout", "use a number of seconds, 0 or more")
-    if config.start_after is not None:
-        _check_number(config, "start_after", "use a number of seconds, 0 or more")
+    for name in ("replace_within", "improve_plan", "storage_timeout", "start_after"):
+        if getattr(config, name) is not None:
+            _check_number(config, name, "use a number of seconds, 0 or more")
+    if config.hook_timeout is not None:
+        _check_number(config, "hook_timeout", "use a number of seconds above 0", above_zero=True)
     _check_number(config, "start_timeout", "use a number of seconds above 0", above_zero=True)
     _check_number(config, "speedup", "use a number above 0", above_zero=True)
     _check_number(config, "notice", "use a number of at least 0")
@@ -398,10 +440,7 @@ def _check_number(config: RunConfig, field: str, fix: str, *, above_zero: bool =
 
 
 def _check_ports(ports: tuple[int, int] | None) -> None:
-    if ports is None:
-        return
-    whole = len(ports) == 2 and all(isinstance(port, int) for port in ports)
-    if not whole or not 1 <= ports[0] <= ports[1] <= MAX_PORT:
+    if ports is not None and not 1 <= ports[0] <= ports[1] <= MAX_PORT:
         given = "-".join(map(str, ports))
         raise UsageError(f"--ports {given} is not a range: use 1 to {MAX_PORT}, the smaller number first")
 

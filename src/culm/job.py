@@ -502,7 +502,7 @@ def import_job_file(path: str) -> Any:
 
 
 def _module_spec(file: Path) -> ModuleSpec | None:
-    """The file as part of its package, unless another package of that name is imported already: then by itself."""
+    """The file as part of its package; as a module of its own if another package of that name is already imported."""
     *packages, name = file.relative_to(import_root(file)).with_suffix("").parts
     if packages and name != "__init__" and _is_importable_package(import_root(file) / packages[0]):
         return importlib.util.spec_from_file_location(".".join((*packages, name)), file)
@@ -534,6 +534,31 @@ def parse_overrides(values: Mapping[str, str]) -> dict[str, Any]:
     for field in _MINIMUM.keys() & found.keys():
         _check_whole_number(field, found[field])
     return found
+
+
+def override_texts(values: Mapping[str, object]) -> dict[str, str]:
+    """Replaced fields as the texts of `--set field=value`, for a job that other processes import from its file.
+
+    Raises JobError for a field that has no such text, such as a function.
+    """
+    for name, value in values.items():
+        if name in _NOT_SETTABLE or not isinstance(value, bool | int | float | str | None):
+            raise JobError(
+                f"overrides has {name}={value!r}, which cannot be passed to a job that is imported from a file: use "
+                f"numbers, strings or None for one of {', '.join(_SETTABLE)}, or pass a Job instead of its file"
+            )
+    texts = {name: str(value) for name, value in values.items()}
+    parse_overrides(texts)
+    return texts
+
+
+def replace_fields(job: Job, values: Mapping[str, object]) -> Job:
+    """A copy of the job with other values in these fields. Raises JobError for an unknown field or a wrong value."""
+    known = [field.name for field in dataclasses.fields(Job)]
+    for name in values:
+        if name not in known:
+            raise JobError(f"overrides has {name!r}: no such field of a Job{_did_you_mean(name, known)}")
+    return dataclasses.replace(job, **values) if values else job  # type: ignore[arg-type]
 
 
 _TYPE_DESCRIPTIONS = {"bool": "true or false", "int": "a whole number", "float": "a number"}

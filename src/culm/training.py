@@ -1,4 +1,4 @@
-"""`culm.train`: run a job from Python. `culm.join`: provide a node of this machine to a run."""
+"""`culm.train` and `culm.start`: run a job from Python. `culm.join`: provide a node of this machine to a run."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import logging
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, Unpack
 
@@ -18,7 +19,7 @@ from culm.cluster.agent.preemption_notice import NOTICE_SOURCES, announced_s
 from culm.cluster.store.encrypted_store import connection_secret
 from culm.config import JoinOptions, RunConfig, RunOptions, merge_options
 from culm.errors import RunError, UsageError, message_suffix
-from culm.job import JOB_MODULE_PREFIX, Job, call_job_function
+from culm.job import JOB_MODULE_PREFIX, Job, call_job_function, override_texts, replace_fields
 from culm.machines.job_discovery import find_job
 from culm.machines.store_watchdog import StoredRunSigns, wait_until_abandoned
 from culm.market.rental_cost import rental_terms
@@ -50,6 +51,7 @@ def train(
     job: Job | Callable[[], Job] | str,
     config: RunConfig | None = None,
     *,
+    overrides: Mapping[str, Any] | None = None,
     fork_server: ForkServerClient | None = None,
     progress: bool | None = None,
     **options: Unpack[RunOptions],
@@ -58,7 +60,8 @@ def train(
 
     `job`: a Job, a function that returns one, or "FILE:function". `config` and the keyword arguments, which are fields
     of RunConfig, say how the job is run; keyword arguments override the config. A run that other machines join
-    (`etcd=`) needs a job in a file, given as "FILE:function", because the machines import it.
+    (`etcd=`) needs a job in a file, given as "FILE:function", because the machines import it. `overrides` replaces
+    fields of the job, as `culm run --set` does: `overrides={"steps": 20}`.
 
     The first Ctrl-C ends the run at the next step boundary, with a checkpoint if the run has a folder, and raises
     KeyboardInterrupt. The second Ctrl-C ends the run at once. Both require that `train` is called in the main thread,
@@ -72,42 +75,81 @@ def train(
     Raises UsageError if the job or the config is wrong, before anything is started, and RunError if the run fails. No
     process is left running in either case.
     """
+    resources, source, on_step = _prepare(job, config, overrides or {}, options)
+    observer = _make_observer(sys.stderr.isatty() if progress is None else progress)
+    try:
+        if fork_server is not None:
+            fields = _train_in_process(fork_server, source, resources, observer, on_step)
+        else:
+            fields = _train_supervised(source, resources, observer, on_step)
+    finally:
+        observer.close()
+    return Summary.from_fields(fields, resources.config.out)
+
+
+def start(
+    job: Job | Callable[[], Job] | str,
+    config: RunConfig | None = None,
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    **options: Unpack[RunOptions],
+) -> str:
+    """Start a run that continues when this process has ended, as `culm run --detach` does. Returns its name, which
+    `culm attach`, `culm logs` and `culm stop` take.
+
+    The arguments are those of `train`. Returns when the job was checked and the nodes are about to start. `Job.on_step`
+    is called on a node. Raises UsageError if the job or the config is wrong, and RunError if the run cannot start.
+    """
+    resources, source, _ = _prepare(job, config, overrides or {}, options, keep_hook=True)
+    start_run = StartRun(source, resources.config, _run_name(resources, source), detached=True)
+    none = subprocess.DEVNULL  # the streams of this process may be closed while the run continues
+    with SupervisorClient(stdout=none, stderr=none, captures_output=True) as supervisor:
+        return _run_blocking(supervisor.start_detached(start_run, _LogObserver()))
+
+
+def _prepare(
+    job: Job | Callable[[], Job] | str,
+    config: RunConfig | None,
+    overrides: Mapping[str, Any],
+    options: Mapping[str, Any],
+    *,
+    keep_hook: bool = False,
+) -> tuple[RunResources, JobSource, StepHook | None]:
+    """Check the arguments of `train`: what the run uses, where its processes find the job, and its on_step hook."""
     merged = merge_options(config, options)
     described = call_job_function(job) if isinstance(job, str) else job() if callable(job) else job
     if not isinstance(described, Job):
-        raise UsageError(
-            f"culm.train was given a {type(described).__name__}: pass a culm.Job or a function that returns one"
-        )
+        raise UsageError(f"job is of type {type(described).__name__}: pass a culm.Job or a function that returns one")
     if merged.is_shared and not isinstance(job, str):
         raise UsageError(
             "other machines cannot import this job: put it into a file and pass its name, as in "
             "culm.train('my_job.py:job', etcd=...)"
         )
+    texts = override_texts(overrides) if isinstance(job, str) else {}
+    described = replace_fields(described, overrides)
     resources = find_resources(merged, job if isinstance(job, str) else "")
-    source = JobSource(reference=job, path=tuple(sys.path)) if isinstance(job, str) else pickle_job(described)
-    observer = _make_observer(sys.stderr.isatty() if progress is None else progress)
-    try:
-        if fork_server is not None:
-            fields = _train_in_process(fork_server, source, resources, observer, described.on_step)
-        else:
-            fields = _train_supervised(source, resources, observer, described.on_step)
-    finally:
-        observer.close()
-    return Summary.from_fields(fields, resources.config.out)
+    if isinstance(job, str):
+        source = JobSource(reference=job, overrides=texts, path=tuple(sys.path))
+    else:
+        source = pickle_job(described, keep_hook=keep_hook)
+    return resources, source, described.on_step
+
+
+def _run_name(resources: RunResources, source: JobSource) -> str:
+    return registry_name(resources.config.job_name, source.reference)
 
 
 def _train_supervised(
     source: JobSource, resources: RunResources, observer: _Observer, on_step: StepHook | None
 ) -> dict[str, Any]:
     """Execute a run in a supervisor process, and call the hook in this one."""
-    name = registry_name(resources.config.job_name, source.reference)
-    start = StartRun(source, resources.config, name, calls_hook=on_step is not None)
+    start_run = StartRun(source, resources.config, _run_name(resources, source), calls_hook=on_step is not None)
     raises_on_ctrl_c = _ctrl_c_raises()
     with SupervisorClient() as supervisor:
 
         async def main() -> dict[str, Any]:
             with _end_gracefully_on_ctrl_c(supervisor.interrupt, enabled=raises_on_ctrl_c):
-                return await supervisor.execute_run(start, observer, on_step=on_step, on_notice=_print_line)
+                return await supervisor.execute_run(start_run, observer, on_step=on_step, on_notice=_print_line)
 
         try:
             return _run_blocking(main())
@@ -364,8 +406,8 @@ class _LogObserver:
         _print_line(f"the run is shown at {url}")
 
 
-def pickle_job(job: Job) -> JobSource:
-    """The job as data for the fork server, without its on_step hook, which stays in this process.
+def pickle_job(job: Job, *, keep_hook: bool = False) -> JobSource:
+    """The job as data for the fork server. Its on_step hook stays in this process unless `keep_hook`.
 
     Raises UsageError if the job cannot be pickled.
     """
@@ -374,10 +416,10 @@ def pickle_job(job: Job) -> JobSource:
     for module in [module for name, module in sys.modules.items() if name.startswith(JOB_MODULE_PREFIX)]:
         cloudpickle.register_pickle_by_value(module)  # other processes cannot import a job file under that name
     try:
-        data = cloudpickle.dumps(dataclasses.replace(job, on_step=None))
+        data = cloudpickle.dumps(job if keep_hook else dataclasses.replace(job, on_step=None))
     except Exception as error:
         raise UsageError(
-            f"the job cannot be taken to another process ({type(error).__name__}{message_suffix(error)}): "
+            f"the job cannot be sent to another process ({type(error).__name__}{message_suffix(error)}): "
             "put it into a file and pass its name, as in culm.train('my_job.py:job')"
         ) from error
     return JobSource(pickled=data, path=tuple(sys.path))

@@ -68,7 +68,7 @@ def test_the_same_checkpoint_gives_the_same_file(run: Path, tmp_path: Path) -> N
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
-def test_an_older_step_can_be_asked_for(run: Path, tmp_path: Path) -> None:
+def test_an_older_step_can_be_requested(run: Path, tmp_path: Path) -> None:
     assert export(run, tmp_path / "model.safetensors", step=20).step == 20
     weights = {name: tensor for name, tensor in state_tensors(20).items() if not name.startswith("optimizer.")}
     assert same_tensors(load_file(tmp_path / "model.safetensors"), weights)
@@ -86,7 +86,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_reported(run: Path, tmp_path: P
     assert [step for step, _ in report.rejected] == [30]
 
 
-def test_a_damaged_step_that_was_asked_for_is_an_error_and_writes_nothing(run: Path, tmp_path: Path) -> None:
+def test_a_requested_step_that_is_damaged_is_an_error_and_writes_nothing(run: Path, tmp_path: Path) -> None:
     (run / "checkpoints" / "step-00000030" / "manifest.json").write_bytes(b"{")
     with pytest.raises(CheckpointError, match="manifest cannot be read"):
         export(run, tmp_path / "model.safetensors", step=30)
@@ -112,7 +112,7 @@ def test_a_folder_without_checkpoints_is_named(tmp_path: Path) -> None:
 def test_a_target_that_is_a_folder_is_refused(run: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="names no file"):
         export(run, f"{tmp_path}/")
-    with pytest.raises(CheckpointError, match="a folder of that name exists"):
+    with pytest.raises(CheckpointError, match="it is a folder"):
         export(run, tmp_path / "run")
 
 

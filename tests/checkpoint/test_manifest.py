@@ -122,7 +122,7 @@ def test_facts_are_normalised_to_what_a_reader_gets() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, {1, 2}, object()], ids=["nan", "inf", "set", "object"])
-def test_a_fact_that_json_can_not_hold_is_refused(value: object) -> None:
+def test_a_fact_that_json_cannot_hold_is_refused(value: object) -> None:
     with pytest.raises(CheckpointError, match="not plain JSON"):
         to_plain_facts({"x": value})
 

@@ -90,7 +90,7 @@ def test_the_bytes_depend_on_the_values_alone() -> None:
     ],
     ids=["complex", "sparse", "meta"],
 )
-def test_a_tensor_that_can_not_be_stored_is_named(tensor: torch.Tensor, kind: str) -> None:
+def test_a_tensor_that_cannot_be_stored_is_named(tensor: torch.Tensor, kind: str) -> None:
     with pytest.raises(CheckpointError, match=rf"tensor 0.weight .*{kind}"):
         encode({"0.weight": tensor})
 

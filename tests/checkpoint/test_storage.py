@@ -74,7 +74,7 @@ def test_a_path_a_file_url_and_a_string_name_the_same_place(tmp_path: Path) -> N
     assert Storage(f"{tmp_path}/").read("x") == b"1"
 
 
-def test_a_written_file_has_the_rights_that_the_user_asks_for(tmp_path: Path) -> None:
+def test_a_written_file_has_the_permissions_of_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
         Storage(tmp_path).write("x", b"1")
@@ -206,18 +206,18 @@ def test_an_error_of_a_remote_driver_becomes_a_checkpoint_error(
 
 def test_a_file_in_the_way_of_a_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"could not write .*/a/x: a file exists where a folder is needed"):
+    with pytest.raises(CheckpointError, match=r"could not write .*/a/x: a part of the path is a file, not a folder"):
         Storage(tmp_path).write("a/x", b"1")
 
 
 def test_a_folder_in_the_way_of_a_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    with pytest.raises(CheckpointError, match=r"could not write .*/a: a folder of that name exists"):
+    with pytest.raises(CheckpointError, match=r"could not write .*/a: it is a folder"):
         Storage(tmp_path).write("a", b"1")
     assert files(tmp_path) == set()
 
 
-def test_reading_what_is_not_there_says_so(storage: Storage) -> None:
+def test_reading_a_missing_file_names_it(storage: Storage) -> None:
     with pytest.raises(CheckpointError, match=r"could not read .*/x: it does not exist"):
         storage.read("x")
 

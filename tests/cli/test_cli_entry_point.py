@@ -21,7 +21,7 @@ _import = builtins.__import__
 
 
 @pytest.mark.parametrize("how", [KeyboardInterrupt(), ImportError("cannot load module more than once per process")])
-def test_an_interrupt_before_the_command_is_there_is_told_in_a_word(
+def test_an_interrupt_before_the_command_is_loaded_is_reported(
     how: BaseException, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(name: str, *arguments: Any, **more: Any) -> Any:
@@ -38,7 +38,7 @@ def test_an_interrupt_before_the_command_is_there_is_told_in_a_word(
     assert capsys.readouterr().err == "culm: interrupted\n"
 
 
-def test_what_can_not_be_imported_for_another_reason_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_imported_for_another_reason_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     def lacking(name: str, *arguments: Any, **more: Any) -> Any:
         if name == "culm.cli":
             raise ImportError("no module named typer")

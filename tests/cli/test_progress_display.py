@@ -102,7 +102,7 @@ def test_a_log_of_long_work_gets_a_line_every_two_seconds(monkeypatch: pytest.Mo
     assert written(console).splitlines() == ["retraining 0/6", "retraining 2/6", "retraining 4/6"]
 
 
-def test_a_loss_that_is_no_number_is_said_to_be_none() -> None:
+def test_a_loss_that_is_not_a_number_is_reported() -> None:
     console = log()
     shown = LogDisplay(console)
     shown.show_setup(setup())

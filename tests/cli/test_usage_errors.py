@@ -62,14 +62,14 @@ def usage_error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--notice", "30"], "--notice is for a run on a trace: add --trace FILE, or omit it"),
     ],
 )
-def test_options_that_make_no_sense_are_refused_at_once(
+def test_invalid_options_are_refused_at_once(
     capsys: pytest.CaptureFixture[str], options: list[str], sentence: str
 ) -> None:
     assert sentence in usage_error(capsys, "run", JOBS, *options)
 
 
 @pytest.mark.parametrize(("kills", "traced", "option"), [(("node=0",), False, "--kill"), ((), True, "--trace")])
-def test_nodes_of_other_machines_are_not_struck_from_here(kills: tuple[str, ...], traced: bool, option: str) -> None:
+def test_nodes_of_other_machines_cannot_be_killed_from_here(kills: tuple[str, ...], traced: bool, option: str) -> None:
     setup: Any = SimpleNamespace(nodes=4, kills=kills)
     ours = SharedRun(access=parse_etcd_access("http://127.0.0.1:1"), job="a", secret=b"", local_nodes=3)
     with pytest.raises(UsageError, match=f"{option} kills nodes of this machine only: omit it, or use --local 4"):
@@ -101,13 +101,13 @@ def test_a_run_never_mixes_with_what_is_in_a_folder(capsys: pytest.CaptureFixtur
         (["1f1b", "--times", "F=fast"], "--times has 'F=fast'"),
     ],
 )
-def test_schedules_that_can_not_be_are_refused(
+def test_impossible_schedules_are_refused(
     capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str
 ) -> None:
     assert sentence in usage_error(capsys, "schedule", *arguments)
 
 
-def test_a_file_that_can_not_be_written_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as end:
         main(["schedule", "1f1b", "--svg", str(tmp_path / "missing" / "a.svg")])
     assert end.value.code == 2
@@ -125,7 +125,7 @@ def test_without_the_source_tree_the_bench_says_how_to_get_it(monkeypatch: pytes
         bench_command.source_tree()
 
 
-def test_a_folder_without_checkpoints_can_not_be_exported(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_folder_without_checkpoints_cannot_be_exported(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     said = usage_error(capsys, "export", str(tmp_path), str(tmp_path / "model.safetensors"))
     assert "holds no committed checkpoint" in said
 
@@ -151,7 +151,7 @@ def test_a_folder_without_checkpoints_can_not_be_exported(capsys: pytest.Capture
         ("job", ["--resume", "nowhere"], "--resume 'nowhere': there is no committed checkpoint in nowhere/checkpoints"),
     ],
 )
-def test_a_job_that_can_not_run_is_refused_with_field_and_fix(
+def test_a_job_that_cannot_run_is_refused_with_field_and_fix(
     capsys: pytest.CaptureFixture[str], shared_fork_server: None, job: str, options: list[str], sentence: str
 ) -> None:
     assert sentence in usage_error(capsys, "run", f"{JOBS}:{job}", "--quiet", *options)
@@ -210,14 +210,14 @@ def test_the_job_file_of_a_refused_request_is_not_imported(tmp_path: Path) -> No
         (["--notice", "nan"], "--notice is nan: use a number of at least 0"),
     ],
 )
-def test_a_trace_that_can_not_be_replayed_is_refused_at_once(
+def test_a_trace_that_cannot_be_replayed_is_refused_at_once(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, option: list[str], sentence: str
 ) -> None:
     (tmp_path / "trace.csv").write_text("0,add,a\n")
     assert sentence in usage_error(capsys, "run", JOBS, "--trace", str(tmp_path / "trace.csv"), *option)
 
 
-def test_a_terminal_that_can_not_draw_a_character_gets_another_instead() -> None:
+def test_a_terminal_that_cannot_draw_a_character_gets_another_instead() -> None:
     made = subprocess.run(
         [sys.executable, "-c", "from culm.cli import main; main()", "schedule", "1f1b", "--times", "F=\u00bd"],
         capture_output=True, timeout=30, check=False, env=os.environ | {"PYTHONIOENCODING": "ascii:strict"},

@@ -150,7 +150,7 @@ def test_a_reader_that_gets_other_items_the_second_time_says_so() -> None:
         [stream[number] for number in range(5)]
 
 
-def test_a_stream_without_a_state_is_said_before_the_run() -> None:
+def test_a_stream_without_a_state_is_reported_before_the_run() -> None:
     setup = prepare_run(tiny_jobs.job(data=Lines()), RunConfig(pipelines=1, stages=1), measure=False)
     assert (
         "Job.data has no state_dict: after a loss or a resume the stream is read again from its begin" in setup.reason

@@ -64,6 +64,21 @@ def test_public_class_names_are_unique() -> None:
     assert not _repeated(names)
 
 
+def test_a_type_alias_has_one_meaning() -> None:
+    """It has the name of no class, and modules that define the same alias define it alike."""
+    classes, aliases = set(), defaultdict(set)
+    for path in _modules():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                classes.add(node.name)
+            elif isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) == "TypeAlias":
+                assert node.value is not None
+                aliases[ast.unparse(node.target)].add(ast.unparse(node.value).strip("'"))
+    public = {name: values for name, values in aliases.items() if not name.startswith("_")}
+    assert classes & set(public) == set()
+    assert {name: values for name, values in public.items() if len(values) > 1} == {}
+
+
 def test_no_folder_holds_thirty_modules() -> None:
     tests = [path for path in (ROOT / "tests").rglob("*.py") if path.name != "__init__.py"]
     modules = [path for path in _modules() if not path.stem.startswith("__")]

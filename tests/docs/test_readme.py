@@ -1,17 +1,21 @@
-"""Every command and snippet of the README runs as written, in order, in a fresh folder."""
+"""Every command and snippet of the README runs as written, in order, in a fresh folder, with the wheel of culm."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
 from tests.docs.markdown import ROOT, CodeBlock, code_blocks
+
+import culm
 
 LIMIT_S = 300
 LANGUAGES = ("sh", "python", "text")
@@ -86,13 +90,38 @@ def _number(name: str, text: str) -> int:
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """The environment of a user who has culm installed: `culm` and `python` are those that run the tests."""
-    programs = folder / ".programs"
+    """The environment of a user who has installed the wheel: `culm` and `python` use its files, and the other packages
+    of the tests. Without hatchling, which the extra `dev` installs, they use the source."""
+    programs, source = folder / ".programs", ROOT / "src"
+    if importlib.util.find_spec("hatchling") is not None:
+        source = folder / ".installed"
+        zipfile.ZipFile(_build_wheel(folder / ".dist")).extractall(source)
     programs.mkdir()
     _write_program(programs / "culm", f'exec {sys.executable} -m culm "$@"')
     _write_program(programs / "python", f'exec {sys.executable} "$@"')
     path = f"{programs}{os.pathsep}{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "120"}
+    return {**os.environ, "PATH": path, "PYTHONPATH": str(source), "COLUMNS": "120"}
+
+
+def _build_wheel(folder: Path) -> Path:
+    """Build the wheel as `python -m build --wheel` does, with the packages of this environment."""
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = folder.glob("culm-*.whl")
+    return wheel
+
+
+def test_the_wheel_has_all_files_of_the_package(tmp_path: Path) -> None:
+    pytest.importorskip("hatchling", reason="the wheel is built by hatchling")
+    built = zipfile.ZipFile(_build_wheel(tmp_path))
+    source = ROOT / "src"
+    expected = {str(path.relative_to(source)) for path in (source / "culm").rglob("*") if path.is_file()}
+    expected = {name for name in expected if "__pycache__" not in name}
+    info = f"culm-{culm.__version__}.dist-info"
+    assert {name for name in built.namelist() if not name.startswith(info)} == expected
+    assert "culm = culm.__main__:main" in built.read(f"{info}/entry_points.txt").decode()
+    assert f"{info}/licenses/LICENSE" in built.namelist()
 
 
 def _write_program(path: Path, line: str) -> None:

@@ -280,7 +280,7 @@ def test_a_node_reads_only_the_tensors_of_its_layers(tmp_path: Path, monkeypatch
         assert sorted(read) == sorted(n for n in model.state_dict() if n.startswith(wanted))
 
 
-def test_a_model_that_can_not_be_cut_is_refused_with_the_fix() -> None:
+def test_a_model_that_cannot_be_cut_is_refused_with_the_fix() -> None:
     import transformers
 
     config = transformers.AlbertConfig(

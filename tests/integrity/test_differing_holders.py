@@ -101,7 +101,7 @@ def test_without_a_verified_checkpoint_the_run_starts_again(tmp_path: Path) -> N
     assert ran.summary["samples"] == ran.summary["samples_expected"]
 
 
-def test_a_run_that_can_not_return_says_so(tmp_path: Path) -> None:
+def test_a_run_that_cannot_return_says_so(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"holders of layers? .* differ after step .*faulty.*resume from a verified one"):
         run(tmp_path, Faults().flip_memory(1, 1), pipelines=2, strategy="none")
 

@@ -67,7 +67,7 @@ def test_missing_machines_are_requested_once() -> None:
     assert fleet.decide(running("m1", "m2", "m3"), {}, 2.0) == []
 
 
-def test_a_machine_that_was_taken_away_is_replaced_and_the_reason_is_said() -> None:
+def test_a_lost_machine_is_replaced_and_the_reason_is_reported() -> None:
     fleet = controller(2)
     started(fleet, "m1", "m2")
     actions = fleet.decide([*running("m1"), ended("m2", "the market")], {"m1": True}, 5.0)
@@ -229,7 +229,7 @@ def test_on_demand_machines_replace_spot_machines_when_they_are_wanted() -> None
     fleet = controller(2, (CHEAP, 1.0), (FIRM, 3.0))
     started(fleet, "m1", "m2")
     said = reports(fleet.set_on_demand(1, "spot alone would miss the deadline"))
-    assert said == "1 of the machines shall be on-demand machines: spot alone would miss the deadline"
+    assert said == "1 of the machines will be on-demand machines: spot alone would miss the deadline"
     (request,) = requests(fleet.decide(running("m1", "m2"), {"m1": True, "m2": True}, 5.0))
     assert (request.market, request.count) == ("on-demand", 1)
     fleet.handle_granted(request, ["m3"], 5.0)

@@ -61,7 +61,7 @@ def test_the_deadline_brings_an_on_demand_machine_and_the_budget_ends_the_run_wi
     ]
     with launched_job(tmp_path, *options, "--address", "127.0.0.1") as launched:
         launched.wait_for("the run begins, because 1 of 2 nodes have joined")
-        said = launched.wait_for("1 of the machines shall be on-demand machines")
+        said = launched.wait_for("1 of the machines will be on-demand machines")
         launched.wait_for("requesting 1 machine (on-demand)")
         launched.wait_for("node 1 runs layers")
         decided = launched.wait_for_event("fleet", on_demand=1)

@@ -71,7 +71,7 @@ def test_a_dry_run_prints_what_the_head_would_request_and_leaves_nothing_there(
         ("echo broken >&2; exit 1", "culm cannot be run there: broken"),
     ],
 )
-def test_a_head_that_can_not_be_used_is_refused_in_one_sentence(
+def test_a_head_that_cannot_be_used_is_refused_in_one_sentence(
     on_head: str, sentence: str, tmp_path: Path, ssh: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script(Path(ssh), f"#!/bin/sh\n{on_head}\n")
@@ -101,7 +101,7 @@ def head_of(tmp_path: Path, answer: str, *, job: str = "gpt") -> HeadLaunch:
     return HeadLaunch("gpt-1", job, "me@stays", (ssh,), ("culm",), time.time())
 
 
-def test_a_head_that_does_not_answer_stays_in_the_list_and_can_not_be_ended(
+def test_a_head_that_does_not_answer_stays_in_the_list_and_cannot_be_ended(
     tmp_path: Path, ssh: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     note_head_launch(head_of(tmp_path, "echo down >&2; exit 255"))

@@ -44,7 +44,7 @@ def assert_nothing_is_launched(launched: LaunchedJob) -> None:
     assert list((launched.home / "launches").iterdir()) == []
 
 
-def test_a_host_that_nobody_can_reach_is_named_and_nothing_is_left(tmp_path: Path) -> None:
+def test_an_unreachable_host_is_named_and_nothing_is_left(tmp_path: Path) -> None:
     options = ["--on", "hosts", "--hosts", "nowhere.invalid", "--nodes", "1", "--stages", "1"]
     with launched_job(tmp_path, *options, "--address", "127.0.0.1") as launched:
         assert launched.process.wait(LIMIT_S) == 1

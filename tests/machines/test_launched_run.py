@@ -53,7 +53,7 @@ def test_machines_are_ended_after_success_errors_and_interrupts(error: BaseExcep
     assert known_launches() == []
 
 
-def test_an_engine_that_does_not_answer_once_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_does_not_answer_once_is_queried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ScriptedMachines, "failing_downs", 2)
     said: list[str] = []
     asyncio.run(launch_and(None, said))
@@ -61,7 +61,7 @@ def test_an_engine_that_does_not_answer_once_is_asked_again(monkeypatch: pytest.
     assert known_launches() == []
 
 
-def test_what_can_not_be_ended_is_said_and_stays_known_until_culm_down(
+def test_machines_that_cannot_be_ended_are_reported_and_listed_until_culm_down(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(ScriptedMachines, "failing_downs", 4)
@@ -84,7 +84,7 @@ def test_a_launch_that_costs_money_asks_first(capsys: pytest.CaptureFixture[str]
         main(command)
     said = capsys.readouterr()
     assert ended.value.code == 2
-    assert "costs money, and nobody can be asked: add --yes" in said.err
+    assert "costs money, and there is no terminal to ask on: add --yes" in said.err
     assert "$2.000/h" in said.out
     assert known_launches() == []
     with pytest.raises(SystemExit):

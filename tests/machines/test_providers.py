@@ -179,7 +179,7 @@ print("seconds:", pathlib.Path(os.environ["CULM_NOTICE_FILE"]).read_text().strip
 
 @pytest.mark.real
 @pytest.mark.parametrize("provider", ["local", "hosts"])
-def test_a_drained_agent_is_told_the_announced_seconds(provider: str, tmp_path: Path) -> None:
+def test_a_drained_agent_gets_the_announced_seconds(provider: str, tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(NOTICED)
     (tmp_path / "ssh").write_text(f"#!/bin/sh\nHOME={tmp_path}/home exec sh\n")
     (tmp_path / "ssh").chmod(0o700)

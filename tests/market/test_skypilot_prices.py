@@ -97,7 +97,7 @@ def test_machines_and_accelerators_of_google_cloud_are_added_up() -> None:
     assert (high.on_demand, high.spot) == (87.46, 43.1)
 
 
-def test_other_regions_are_read_if_asked_for() -> None:
+def test_other_regions_are_read_if_requested() -> None:
     assert {price.zone for price in read(AWS, "aws", "ap-*").prices} == {"apne1-az4"}
 
 
@@ -110,7 +110,7 @@ def test_other_regions_are_read_if_asked_for() -> None:
         (GCP, "vms.csv", "gcp"),
     ],
 )
-def test_the_cloud_is_told_by_address_or_names(text: str, source: str, cloud: str) -> None:
+def test_the_cloud_is_recognised_by_address_or_names(text: str, source: str, cloud: str) -> None:
     assert guess_cloud(text, source) == cloud
 
 

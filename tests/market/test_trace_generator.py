@@ -25,7 +25,7 @@ def test_the_same_seed_gives_the_same_trace() -> None:
     assert generate_trace(MarketModel(), 3) != generate_trace(MarketModel(), 4)
 
 
-def test_rate_group_and_share_alive_are_as_asked_for() -> None:
+def test_rate_group_and_share_alive_are_as_requested() -> None:
     result = sample_statistics(
         MarketModel(nodes=60, hours=48, rate=0.3, group=2.1, zones=3, available=0.8, tail=1.0), range(6)
     )

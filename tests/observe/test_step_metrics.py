@@ -96,7 +96,7 @@ def test_a_hook_may_stop_the_run_add_values_or_both(result: Any, values: dict[st
         ({"x": torch.zeros(2)}, "Job.on_step returned a Tensor for 'x': return one number for each name"),
     ],
 )
-def test_a_value_of_a_hook_that_can_not_be_written_is_refused(result: object, sentence: str) -> None:
+def test_a_value_of_a_hook_that_cannot_be_written_is_refused(result: object, sentence: str) -> None:
     with pytest.raises(JobError) as error:
         read_hook_result(result, StepMetrics(0, values={"own": 1.0}))
     assert str(error.value).startswith(sentence)

@@ -59,7 +59,7 @@ def test_the_launcher_gets_a_reply_however_the_trial_run_of_the_layers_ends(name
         ("os.kill(os.getpid(), 9)", "the fork server of local nodes has ended by SIGKILL: is there enough memory?"),
     ],
 )
-def test_a_job_that_ends_the_process_that_imports_it_is_told_how(
+def test_a_job_that_ends_the_process_that_imports_it_is_an_error_that_says_how(
     forked_programs: None, tmp_path: Path, line: str, sentence: str
 ) -> None:
     (tmp_path / "ends.py").write_text(f"import os\n{line}\n")
@@ -81,7 +81,7 @@ def test_a_launcher_that_is_gone_is_not_reported_to() -> None:
         table.close()
 
 
-def test_files_that_nodes_need_are_asked_for_and_refused_where_the_machine_has_them_not(
+def test_the_limit_of_open_files_is_raised_as_needed_and_a_lower_hard_limit_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     limits = [20, 100]
@@ -96,7 +96,7 @@ def test_files_that_nodes_need_are_asked_for_and_refused_where_the_machine_has_t
 
 
 @pytest.mark.real
-def test_a_node_that_can_not_go_on_says_why_in_one_sentence(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_node_that_cannot_continue_reports_why_in_one_sentence(capfd: pytest.CaptureFixture[str]) -> None:
     def fails() -> None:
         raise RunError("the store is out of reach")
 

@@ -95,7 +95,7 @@ def test_a_killed_process_ends_the_run_with_the_number_of_its_node(
 
 
 @pytest.mark.parametrize(("victim", "pipelines"), list(zip(VICTIMS, (2, 1, 1, 2), strict=True)))
-def test_unless_told_otherwise_a_run_goes_on_without_a_process_that_is_killed(
+def test_by_default_a_run_continues_without_a_process_that_is_killed(
     fork_server: ForkServerClient, undisturbed: str, pipelines: int, victim: str
 ) -> None:
     """By a shadow, or by a peer; at no chosen moment, and whoever led."""
@@ -140,7 +140,7 @@ class ChannelsLast(nn.Module):
 
 
 @pytest.mark.parametrize(("layer", "shape"), [(Turned, (33, 33)), (ChannelsLast, (3, 9, 9))])
-def test_how_a_tensor_lies_in_memory_is_the_same_on_the_other_side_of_a_socket(
+def test_the_memory_layout_of_a_tensor_is_the_same_on_the_other_side_of_a_socket(
     fork_server: ForkServerClient, layer: type[nn.Module], shape: tuple[int, ...]
 ) -> None:
     """Or stages would learn something else than one process does."""

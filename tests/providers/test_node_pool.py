@@ -36,19 +36,19 @@ def all_gone(out: Path | None) -> str:
     return sentence
 
 
-def test_when_nobody_is_left_it_is_said_how_to_go_on(tmp_path: Path) -> None:
+def test_when_no_node_is_left_the_error_says_how_to_continue(tmp_path: Path) -> None:
     for step in (2, 4):
         (tmp_path / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
         (tmp_path / "checkpoints" / f"step-{step:08d}" / "manifest.json").write_text("{}")
     assert all_gone(tmp_path).endswith(f"4 steps are saved, continue with --resume {tmp_path}")
 
 
-def test_when_nobody_is_left_and_nothing_was_saved_it_is_said_how_to_save(tmp_path: Path) -> None:
+def test_when_no_node_is_left_and_nothing_was_saved_the_error_says_how_to_save(tmp_path: Path) -> None:
     for out in (tmp_path, None):
         assert "nothing of it was saved; --checkpoint-every N" in all_gone(out)
 
 
-def test_a_node_that_comes_back_by_itself_stands_in_the_zone_where_it_stood() -> None:
+def test_a_node_that_rejoins_keeps_its_zone() -> None:
     ends = iter([NodeExit(1, EXIT_REJOIN), NodeExit(2, 0), NodeExit(0, 0)])
     started: list[tuple[int, str]] = []
 

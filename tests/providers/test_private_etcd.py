@@ -106,7 +106,7 @@ def test_its_data_stays_in_a_folder_that_was_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.real
-def test_one_that_can_not_start_says_why(tmp_path: Path) -> None:
+def test_one_that_cannot_start_reports_why(tmp_path: Path) -> None:
     (tmp_path / "data").write_text("not a folder")
     with pytest.raises(RunError, match=r"the private etcd did not start: .*data"):
         asyncio.run(PrivateEtcd(tmp_path).start())

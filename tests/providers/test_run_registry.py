@@ -73,7 +73,7 @@ def test_what_an_ended_job_has_shown_is_kept_until_a_job_takes_its_name() -> Non
     job.close()
 
 
-def test_a_home_that_can_not_be_written_is_named(home: Path) -> None:
+def test_a_home_that_cannot_be_written_is_named(home: Path) -> None:
     home.write_text("not a folder")
     with pytest.raises(UsageError, match="set CULM_HOME to a folder of your own"):
         RegisteredJob("gpt", None, "")

@@ -71,20 +71,20 @@ def test_before_a_run_has_begun_it_is_waited_for() -> None:
     assert (found.name, found.state) == ("to come", "waiting")
 
 
-def test_it_says_who_leads_and_who_has_which_layers() -> None:
+def test_the_page_names_the_leader_and_the_layers_of_each_node() -> None:
     seen = [contents for contents in watched() if contents.steps and contents.live]
-    rows = [row for contents in seen for row in contents.current["posts"]]
+    rows = [row for contents in seen for row in contents.current["assignments"]]
     held = {(row["slot"], row["layers"]) for row in rows}
     assert held == {("0.0", "0-1"), ("0.1", "2-3"), ("1.0", "0-1"), ("1.1", "2-3")}
     assert {row["node"] for row in rows if row["more"].startswith("leads")} == {0}
-    assert "Who does what" in layout_run(build_report_data(seen[-1])).data.decode()
+    assert "Roles of the nodes" in layout_run(build_report_data(seen[-1])).data.decode()
 
 
 def test_a_node_with_several_workers_has_one_row_with_all_of_its_slots() -> None:
     seen: list[RunContents] = []
     setup = cached_setup(JOB, pipelines=2, stages=2, workers_per_node=2)
     run_prepared(JOB, setup, script=watching(seen), cost=lambda *_: 0.01)
-    rows = next(contents.current["posts"] for contents in seen if contents.steps and contents.live)
+    rows = next(contents.current["assignments"] for contents in seen if contents.steps and contents.live)
     assert [(row["node"], row["slot"], row["layers"]) for row in rows] == [
         (0, "0.0, 0.1", "0-1 | 2-3"),
         (1, "1.0, 1.1", "0-1 | 2-3"),
@@ -100,7 +100,7 @@ def test_a_run_that_fails_says_why() -> None:
     assert "boom" in build_report_data(seen[-1]).why_state
 
 
-def test_what_is_told_again_by_a_new_watch_is_not_told_twice() -> None:
+def test_events_that_a_new_watch_repeats_are_delivered_once() -> None:
     """A session that was lost begins anew with all that is there."""
 
     async def script(cluster: Cluster) -> None:
@@ -130,7 +130,7 @@ def test_of_a_very_long_run_two_steps_become_one_and_no_sample_is_lost() -> None
 
 
 @pytest.mark.real
-def test_a_run_elsewhere_is_heard_of_through_its_etcd_by_who_knows_the_secret(tmp_path: Path) -> None:
+def test_a_process_with_the_secret_can_observe_a_run_through_its_etcd(tmp_path: Path) -> None:
     setup = encode(cached_setup(JOB, pipelines=2, stages=2))
     with etcd_with(tmp_path / "etcd") as url:
         asyncio.run(asyncio.wait_for(_heard_through(url, setup), PATIENCE_S))
@@ -153,5 +153,5 @@ async def _heard_through(url: str, setup: bytes) -> None:
             while (found := build_report_data(heard.read())).nodes_present > 1:
                 await asyncio.sleep(0.01)
     assert (found.state, found.steps_requested, found.preemptions) == ("running", 8, 1)
-    assert [stay.how for stay in found.node_presences if stay.notices] == ["left"]
+    assert [stay.end_reason for stay in found.node_presences if stay.notices] == ["left"]
     assert said == []

@@ -49,17 +49,17 @@ def test_a_run_begins_when_the_market_has_as_many_nodes_as_it_wants() -> None:
     assert told(rental.changes) == ["120 -a", "120 +c"]
 
 
-def test_who_is_taken_away_is_replaced_when_somebody_comes() -> None:
+def test_a_preempted_node_is_replaced_when_another_joins() -> None:
     rental = schedule_rental(market((0, "+", "a"), (0, "+", "b"), (60, "-", "a"), (90, "+", "c")), 2, speedup=30)
     assert told(rental.changes) == ["2 -a", "3 +c"]
 
 
-def test_nobody_is_rented_beyond_what_is_wanted() -> None:
+def test_no_more_nodes_are_rented_than_wanted() -> None:
     rental = schedule_rental(market((0, "+", "a"), (0, "+", "b"), (10, "+", "c"), (20, "-", "c"), (30, "-", "b")), 2)
     assert told(rental.changes) == ["30 -b"]
 
 
-def test_a_machine_that_goes_and_comes_back_in_one_moment_is_another_one() -> None:
+def test_a_machine_that_is_replaced_at_once_counts_as_another_one() -> None:
     rental = schedule_rental(market((0, "+", "a"), (60, "-", "a"), (60, "+", "a")), 1)
     assert told(rental.changes) == ["60 -a", "60 +a"]
 
@@ -94,7 +94,7 @@ class Recorded:
         self.seen.append(f"{self.clock.now():g} -{node} in {notice_s:g}")
 
 
-def test_a_notice_comes_in_time_whoever_comes_meanwhile_and_not_before_its_node() -> None:
+def test_notices_are_given_in_time_and_not_before_their_node_has_joined() -> None:
     first, run = (NodeEvent(0, "add", "a"), NodeEvent(0, "add", "b")), Recorded()
     moves = (
         NodeEvent(5, "remove", "a"),
@@ -208,7 +208,7 @@ def test_a_trace_may_take_a_whole_zone_of_the_nodes_that_the_run_began_with(
 
 
 @pytest.mark.real
-def test_a_node_that_a_trace_takes_with_notice_knows_how_long_it_has(
+def test_a_node_that_a_trace_removes_with_notice_gets_the_time_left(
     fork_server: ForkServerClient, undisturbed: str, tmp_path: Path
 ) -> None:
     """A notice shorter than a step is handed over in, a longer one is worked in: so it has to be the right one."""

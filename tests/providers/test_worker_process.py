@@ -67,7 +67,7 @@ def test_a_worker_whose_agent_was_killed_at_its_birth_ends_without_a_word() -> N
     ],
     ids=["exit", "signal", "kill"],
 )
-def test_how_a_worker_has_ended_is_told_unless_it_was_killed(end: Callable[[], None], told: str | None) -> None:
+def test_the_exit_of_a_worker_is_reported_unless_it_was_killed(end: Callable[[], None], told: str | None) -> None:
     worker = fork(end)
     os.waitid(os.P_PID, worker, os.WEXITED | os.WNOWAIT)
     assert node_process._describe_child_exit(worker) == told

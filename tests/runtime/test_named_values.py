@@ -198,7 +198,7 @@ class Recording(nn.Linear):
         ({"layers": [lambda: Recording(4, 4)] * 2}, "a layer calls culm.record('inside', ...): call it in Job.loss"),
     ],
 )
-def test_what_can_not_be_reduced_is_refused_before_anything_starts(fields: dict[str, Any], sentence: str) -> None:
+def test_what_cannot_be_reduced_is_refused_before_anything_starts(fields: dict[str, Any], sentence: str) -> None:
     with pytest.raises(JobError) as error:
         check_model(job(**fields))
     assert str(error.value).startswith(sentence)

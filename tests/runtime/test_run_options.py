@@ -273,7 +273,7 @@ def test_a_file_of_another_model_is_refused(used: Callable[[Job], object], tmp_p
     path = saved(plain, tmp_path / "a.safetensors")
     with pytest.raises(JobError, match=r"has no tensor '5\.linear\.bias' \(2 are missing\)"):
         used(job_with(layers=[Dense, *plain.layers], init=path))
-    with pytest.raises(JobError, match=r"'4\.linear\.\w+' has shape \(3,.*\), the layer wants \(4,"):
+    with pytest.raises(JobError, match=r"'4\.linear\.\w+' has shape \(3,.*\), the layer needs \(4,"):
         used(job_with(layers=[*plain.layers[:-1], partial(Dense, WIDTH, 4)], data=Points(classes=4), init=path))
     Path(path).write_bytes(b"nothing of the kind")
     with pytest.raises(JobError, match="cannot be read as safetensors"):
@@ -442,7 +442,7 @@ def test_an_optimizer_that_raises_is_named_with_its_layer() -> None:
             run(job)
 
 
-def test_a_hook_that_asks_to_leave_ends_the_run_with_its_name() -> None:
+def test_a_hook_that_exits_ends_the_run_with_its_name() -> None:
     job = job_with(on_step=lambda metrics: sys.exit(9))
     with pytest.raises(LayerFailed, match=r"Job\.on_step raised SystemExit: 9"):
         simulate(job, stages=2)

@@ -126,7 +126,7 @@ def test_short_before_the_end_of_a_run_nothing_changes() -> None:
 
 
 @pytest.mark.parametrize("name", ["shadow", "shadow-lazy"])
-def test_a_shadow_takes_over_until_the_pipelines_are_made_anew(name: str) -> None:
+def test_a_shadow_takes_over_until_the_pipelines_are_formed_anew(name: str) -> None:
     first, hurt, last = rates(name, trace(LOST))
     assert hurt < last < first
     assert first == pytest.approx(WHOLE / (1 + CHARGES.shadow))

@@ -129,7 +129,7 @@ def test_the_dollars_of_whole_instances(capsys: pytest.CaptureFixture[str]) -> N
     assert strategies["on-demand"]["cost_per_h"] == pytest.approx(87.83, abs=0.005)
 
 
-def test_a_market_that_can_not_provide_the_nodes_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_market_that_cannot_provide_the_nodes_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     request = ("--model", "bert-large", "--instance", "p3.2xlarge", "--nodes", "16", "--on", "2022-06-30")
     with pytest.raises(SystemExit):
         main(("simulate", *request, "--market", "p3", "--seeds", "2", "--strategy", "templates", "--json"))

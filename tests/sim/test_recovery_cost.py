@@ -37,7 +37,7 @@ def test_it_agrees_with_a_simulated_cluster_that_loses_the_node(strategy: str) -
 
 @settings(max_examples=25)
 @given(st.data())
-def test_survivors_have_nothing_that_only_the_lost_had(data: st.DataObject) -> None:
+def test_survivors_hold_nothing_that_only_lost_workers_had(data: st.DataObject) -> None:
     plan = generate_plan(data.draw(st.sampled_from(("1f1b", "zb"))), pipelines=2, stages=3, micro_batches=8)
     lost, timeline = data.draw(st.integers(0, 5)), time_plan(plan)
     at = data.draw(st.floats(0, 1)) * timeline.makespan
@@ -56,7 +56,7 @@ def test_nothing_is_late_before_anything_was_done_but_the_work_that_is_left() ->
     assert 0 < middle < 18
 
 
-def test_a_stage_without_a_holder_is_never_made_good() -> None:
+def test_a_stage_without_a_holder_is_never_recovered() -> None:
     plan = generate_plan("1f1b", pipelines=2, stages=4, micro_batches=12)
     assert math.isinf(step_delay(plan, UNIT_COSTS, {1, 5}, 0.5, get("reroute")))
     assert step_delay(plan, UNIT_COSTS, {1, 5}, 0.5, get("shadow"), eager_forwards=True) < math.inf
@@ -69,7 +69,7 @@ def test_losses_of_one_stage_add_up_and_those_of_others_do_not() -> None:
     assert redo.recovery_s(get("reroute"), 3, [Slot(0, 1), Slot(1, 2)], 0.5) < 2 * one
 
 
-def test_large_cases_are_estimated_near_to_what_is_found_where_one_looks() -> None:
+def test_estimates_of_large_cases_are_close_to_searched_values() -> None:
     small, about = redo_of(96)
     assert about.stages * about.micro_batches <= MAX_PLANNED_FORWARDS
     for strategy in ("reroute", "shadow"):

@@ -200,7 +200,7 @@ def test_intervals_are_those_of_student() -> None:
 ALONE = replace(WORK, pipelines=1, least_stages=4)
 
 
-def test_auto_keeps_shadows_where_nobody_has_peers_and_losses_are_frequent() -> None:
+def test_auto_keeps_shadows_where_there_are_no_peers_and_losses_are_frequent() -> None:
     often = trace(*((0.1 + 0.15 * n, "remove" if n % 2 == 0 else "add", 1) for n in range(12)), nodes=4)
     shadows, none = (
         simulate_trace(SimulationContext.create(ALONE, replace(CHARGES, shadow=cost)), "auto", often, PRICE)

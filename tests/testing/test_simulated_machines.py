@@ -266,7 +266,7 @@ def test_a_watch_delivers_changes_late_and_in_order_or_ends_with_the_session() -
     play_on_machines(play)
 
 
-def test_the_session_of_a_killed_node_ends_at_once_and_can_not_be_used() -> None:
+def test_the_session_of_a_killed_node_ends_at_once_and_cannot_be_used() -> None:
     async def play(machines: SimulatedMachines, session: SimulatedStoreSession) -> None:
         machines.kill([1])
         assert machines.store.read("nodes/1") is None

@@ -185,7 +185,7 @@ def test_a_wait_for_the_others_ends_when_it_is_cancelled(variant: TransportVaria
     variant.run(main())
 
 
-def test_a_simulated_member_that_dies_fails_the_reduce() -> None:
+def test_a_lost_simulated_member_fails_the_reduce() -> None:
     """For reduces under way, and for those that begin afterwards. The survivors' copies are undefined then."""
 
     async def main() -> None:

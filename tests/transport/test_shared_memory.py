@@ -138,7 +138,7 @@ def test_small_frames_encrypted_ones_and_those_above_the_cap_travel_over_the_con
     run_with_timeout(main())
 
 
-def test_a_receiver_that_can_not_map_the_memory_gets_frames_over_the_connection(
+def test_a_receiver_that_cannot_map_the_memory_gets_frames_over_the_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(MappedChunks, "map", lambda *_: False)

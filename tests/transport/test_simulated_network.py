@@ -217,7 +217,7 @@ def test_a_reduce_over_a_broken_connection_fails_for_its_two_ends() -> None:
     run_virtual(main())
 
 
-def test_a_member_can_not_reduce_over_a_broken_connection() -> None:
+def test_a_member_cannot_reduce_over_a_broken_connection() -> None:
     async def main() -> None:
         network = SimulatedNetwork()
         (a, one), (_, other) = members(network, "ab")

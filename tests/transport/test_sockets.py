@@ -175,7 +175,7 @@ def test_an_endpoint_that_acknowledges_nothing_is_reported_as_lost() -> None:
     run_with_timeout(main())
 
 
-def test_a_process_without_the_secret_can_not_send() -> None:
+def test_a_process_without_the_secret_cannot_send() -> None:
     async def main() -> None:
         async with SOCKETS.endpoints() as (a, b):
             assert isinstance(b, SocketTransport)

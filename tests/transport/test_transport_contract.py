@@ -116,7 +116,7 @@ def test_a_frame_can_be_taken_without_waiting_once_it_is_there_and_only_once(var
     variant.run(main())
 
 
-def test_a_receiver_can_not_change_the_tensors_of_the_sender(variant: TransportVariant) -> None:
+def test_a_receiver_cannot_change_the_tensors_of_the_sender(variant: TransportVariant) -> None:
     async def main() -> None:
         mine = torch.ones(4)
         async with variant.endpoints() as (a, b):

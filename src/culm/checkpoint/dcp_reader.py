@@ -79,7 +79,7 @@ class DcpReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what the plan asks for. Raises CheckpointError for a damaged file."""
+        """Read the tensors of a plan. Raises CheckpointError for a damaged file."""
         for item in plan.items:
             name = item.storage_index.fqn
             if item.type is LoadItemType.BYTE_IO:

@@ -1,8 +1,8 @@
 """Files by name below one root: a local folder, or any URL that fsspec supports (memory://, s3:// with its driver).
 
-A write is atomic: a reader finds the old file or the new file, complete, at whatever moment the writer dies. On a local
-disk a write is a temporary file in the same folder, fsync and a rename; in an object store it is one put. Every error
-becomes a CheckpointError of one sentence: the place, what happened, what to do.
+A write is atomic: whenever the writer is killed, a reader finds the old file or the new file, complete. On a local disk
+a write is a temporary file in the same folder, fsync and a rename; in an object store it is one put. Every error is
+a CheckpointError of one sentence: the place, what happened, what to do.
 """
 
 from __future__ import annotations
@@ -189,9 +189,9 @@ def _describe_error(error: Exception) -> str:
         case FileNotFoundError():
             message = "it does not exist: it was never written, or has been deleted meanwhile"
         case IsADirectoryError():
-            message = "a folder of that name exists: choose another name"
+            message = "it is a folder: choose another name"
         case NotADirectoryError() | FileExistsError():
-            message = "a file exists where a folder is needed: choose another place"
+            message = "a part of the path is a file, not a folder: choose another path"
         case _:
             message = f"{type(error).__name__}: {error}: check that the place can be reached, then try again"
     return message

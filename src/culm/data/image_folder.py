@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
 _MEAN, _DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""Of the colour channels of ImageNet."""
+"""Mean and standard deviation of the colour channels of ImageNet."""
 
 
 class Images:

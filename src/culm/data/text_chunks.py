@@ -1,4 +1,4 @@
-"""Text files in chunks that do not depend on who reads them: the units of work of tokenization."""
+"""Text files in chunks that are the same for every reader: the units of work of tokenization."""
 
 from __future__ import annotations
 

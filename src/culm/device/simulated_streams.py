@@ -39,9 +39,9 @@ class SimulatedTimes(NamedTuple):
     """The ranges that virtual seconds are drawn from."""
 
     compute: tuple[float, float] = (0.005, 0.05)
-    """Of the work between two events of the compute stream."""
+    """Least and greatest duration of the work between two events of the compute stream."""
     copy: tuple[float, float] = (0.001, 0.02)
-    """Of one copy."""
+    """Least and greatest duration of one copy."""
 
 
 class SimulatedEvent:
@@ -94,7 +94,7 @@ class SimulatedDeviceFault:
 
 
 class SimulatedStream:
-    """One stream. Its operations are applied when their time has come and somebody asks for it."""
+    """One stream. Its operations are applied when the stream is queried after their time has come."""
 
     def __init__(
         self,

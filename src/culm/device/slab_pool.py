@@ -5,7 +5,7 @@ The life of a slab:
 1. `take` lends it to one writer, for the tensors of one frame, under a new generation.
 2. Each reader and the keeper get tensors of their own in its memory (`Slab.tensors`). A reader acknowledges by dropping
    its tensors; the keeper drops its tensors when the step is committed, or when the slab is evicted.
-3. When nobody has a tensor of it any more, it is free. It cannot be used again earlier: each tensor holds the slab.
+3. When its last tensor is dropped, the slab is free. It cannot be used again earlier: each tensor holds the slab.
 
 Tensors may be dropped by any thread.
 """
@@ -25,14 +25,14 @@ import torch
 from torch import Tensor
 
 CHUNK_BYTES = 64 << 20
-"""Memory is asked for in pieces of this size, or of one slab if that is larger: locking pages takes long."""
+"""Memory is requested in pieces of this size, or of one slab if that is larger: locking pages takes long."""
 ALIGNMENT = 64
-"""Of each tensor in a slab, in bytes."""
+"""Alignment of each tensor in a slab, in bytes."""
 _SMALLEST_SLAB = 4096
 
 
 class TensorLayout(NamedTuple):
-    """Where a tensor lies in a slab, and what it looks like."""
+    """Place of a tensor in a slab, with its shape and type."""
 
     offset: int
     shape: tuple[int, ...]
@@ -60,7 +60,7 @@ class Slab:
         self.layouts = tuple(layouts)
 
     def tensors(self, *, reader: bool = False) -> tuple[Tensor | None, ...]:
-        """The tensors in the slab. It is not free before the caller, and everybody who got them, has dropped them.
+        """The tensors in the slab. It becomes free when the caller and all other readers have dropped them.
 
         `reader`: they are about to be sent; a slab with readers is not evicted.
         """
@@ -163,7 +163,7 @@ class SlabPool:
             return any(slab.readers for slab in list(self._lent))
 
     async def wait_for_readers(self) -> bool:
-        """Wait until somebody drops tensors of a slab. Returns False at once if no lent slab has readers."""
+        """Wait until tensors of a slab are dropped. Returns False at once if no lent slab has readers."""
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[None] = loop.create_future()
         with self._lock:  # the last reader may drop its tensors in another thread
@@ -180,7 +180,7 @@ def _wake(waiter: asyncio.Future[None]) -> None:
 
 
 def layout_of(tensors: Sequence[Tensor | None]) -> tuple[list[TensorLayout | None], int]:
-    """Where tensors without gaps lie in a slab, and its size in bytes."""
+    """Places of tensors in a slab, without gaps, and its size in bytes."""
     layouts: list[TensorLayout | None] = []
     end = 0
     for tensor in tensors:

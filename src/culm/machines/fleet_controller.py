@@ -1,8 +1,8 @@
 """FleetController: decides which machines to request and which to release, with the reason. Pure: no I/O, no clock.
 
-It is told what its provider lists, which machines have a node in the run, what was granted, and the time. It answers
-with actions, which `machine_fleet` executes. Of several offers it chooses the cheapest one after the expected cost of
-preemptions; an offer that fails or has no capacity is tried again later, with doubling delay.
+Its inputs are the machines that the provider lists, which of them have a node in the run, the granted requests, and the
+time. It returns actions, which `machine_fleet` executes. Of several offers it chooses the cheapest one after the
+expected cost of preemptions; an offer that fails or has no capacity is tried again later, with doubling delay.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class MachineOffer(NamedTuple):
     """A kind of machine that the launch may use."""
 
     request: MachineRequest
-    """For one machine."""
+    """A request for one machine."""
     price_per_h: float | None
     """Dollars; None: not known."""
 
@@ -76,7 +76,7 @@ FleetAction: TypeAlias = RequestMachines | ReleaseMachines | DrainMachines | Rep
 
 @dataclass(frozen=True, kw_only=True)
 class FleetTarget:
-    """What the launch wants."""
+    """The machines that the launch should have."""
 
     count: int
     offers: tuple[MachineOffer, ...]
@@ -234,7 +234,7 @@ class FleetController:
         if count == self.target.on_demand:
             return []
         self.target = dataclasses.replace(self.target, on_demand=count)
-        return [Report(f"{count} of the machines shall be on-demand machines: {reason}")]
+        return [Report(f"{count} of the machines will be on-demand machines: {reason}")]
 
     def _observe(self, machines: Sequence[Machine], in_run: Mapping[str, bool], now: float) -> list[FleetAction]:
         """Compare the machines with those known before."""
@@ -280,7 +280,7 @@ class FleetController:
         known.has_joined = False
 
     def _handle_end(self, known: KnownMachine, ended: Machine | None, now: float) -> list[FleetAction]:
-        """A machine has ended: learn from it, and say so unless it was released."""
+        """A machine has ended: count failures of its kind, and report it unless it was released."""
         id_ = known.machine.id
         self._ended.add(id_)
         experience = self.experience[known.offer]

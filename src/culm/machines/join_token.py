@@ -1,7 +1,7 @@
 """Join tokens: one line that holds everything a machine needs to join runs of a store.
 
 A token names the endpoints of the store, the fingerprint of its certificate, its user, and the secret that the machines
-share. Whoever has the token can run code on the machines of the job, so it is a password.
+share. Anyone with the token can run code on the machines of the job: treat it as a password.
 """
 
 from __future__ import annotations

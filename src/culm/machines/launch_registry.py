@@ -36,7 +36,7 @@ class LaunchRecord(msgspec.Struct, frozen=True):
     """Name of the job on this machine, as for `culm attach`."""
     order: LaunchOrder
     machines: int
-    """How many machines the run wants."""
+    """How many machines the run should have."""
     started_at: float
     """Unix time."""
     pid: int

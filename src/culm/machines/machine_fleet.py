@@ -137,13 +137,13 @@ class MachineFleet:
             with self._reported("the notices of the engine cannot be read"):
                 async for notice in self._provider.notices():
                     await self._execute(self.controller.handle_notice(notice))
-                    with self._reported(f"machine {notice.id} cannot be told that it will be taken away"):
+                    with self._reported(f"machine {notice.id} cannot be notified of its preemption"):
                         await self._provider.drain([notice.id], notice.deadline_s)
                 return  # the engine has no notices
             await self._clock.sleep(_MAX_POLL_S)
 
     async def _follow_prices(self) -> None:
-        """Look at the prices now and then, if there is a choice."""
+        """Read the prices periodically, if there is a choice."""
         offers = self.controller.target.offers
         while True:
             await self._clock.sleep(_PRICE_S)

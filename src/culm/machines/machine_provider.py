@@ -101,7 +101,7 @@ class LaunchSpec:
 
     @property
     def secret_environment(self) -> dict[str, str]:
-        """Environment variables of the agent that nobody else may read: pass them by a secret file, by standard input
+        """Environment variables of the agent that must stay private: pass them by a secret file, by standard input
         or by the engine's own means for secrets."""
         return {TOKEN_VARIABLE: self.token}
 

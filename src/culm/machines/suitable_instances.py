@@ -17,8 +17,8 @@ def suitable_instances(
 ) -> tuple[str, ...]:
     """The instance types with exactly `gpus` GPUs and enough memory on each, cheapest first.
 
-    One worker computes on one GPU, so an instance with more would be paid for in vain. `memory`: of a worker, in bytes;
-    None: any. Raises UsageError if the provider has no instance types of a known cloud, or if none fits.
+    One worker computes on one GPU, so further GPUs of an instance would be paid for and not used. `memory`: of a
+    worker, in bytes; None: any. Raises UsageError if the provider has no instance types of a known cloud, or none fits.
     """
     cloud = _CLOUDS.get(provider) or options.get("infra", "").partition("/")[0]
     if not cloud:

@@ -60,7 +60,7 @@ class PricedInstance:
     as_of: date | None
     """None: a user's prices without a date, or no price."""
     source: str
-    """Where the prices come from; without prices, where the figures of the hardware come from."""
+    """Source of the prices; without prices, source of the figures of the hardware."""
     zone_prices: Mapping[str, float] = field(default_factory=dict)
     """Spot prices by zone, if known."""
     note: str = ""

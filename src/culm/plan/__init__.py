@@ -2,7 +2,7 @@
 
     model/    cost of each layer (measured or estimated), layer partition, choice of the pipeline shape
     replan/   plans for a step with failed slots: list scheduling, constraint programming, bounds, plan cache
-    recover/  finishing an interrupted step: who stands in, what is recomputed, who runs it
+    recover/  finishing an interrupted step: which workers stand in, what is recomputed, and where
     reshape/  another shape for the nodes that are left or have joined, and whether it pays
     rent/     which instances to rent, and the expected goodput of each strategy on them
 

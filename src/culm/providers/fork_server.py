@@ -323,7 +323,7 @@ def load_job_source(source: JobSource) -> Job:
         job = cloudpickle.loads(source.pickled)
     except USER_EXCEPTIONS as error:
         raise errors.JobError(
-            f"the job cannot be taken to another process: {type(error).__name__}{message_suffix(error)}; "
+            f"the job cannot be sent to another process: {type(error).__name__}{message_suffix(error)}; "
             "put it into a file and use culm run"
         ) from error
     assert isinstance(job, Job)

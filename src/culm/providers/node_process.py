@@ -162,7 +162,8 @@ async def _run_agent(
 
 
 async def _pass_on_advice(store: Store, node: int, reason: str) -> None:
-    """Tell whoever requests machines that this one should be replaced. Without the store, it goes on as it is."""
+    """Report that this machine should be replaced, for the process that requests machines. If the store does not
+    answer, nothing is reported."""
     with contextlib.suppress(RunError):
         await store.put(f"advice/{node}", reason.encode())
 

@@ -233,13 +233,13 @@ class StoreView:
     def _current_state(self) -> dict[str, Any]:
         if self._ended or self._epoch is None:
             return {}
-        posts = list(slot_assignments(self._epoch))
+        assignments = list(slot_assignments(self._epoch))
         rows = []
-        for node in sorted({*self._nodes, *(post.node for post in posts)}):
-            own = [post for post in posts if post.node == node]
+        for node in sorted({*self._nodes, *(each.node for each in assignments)}):
+            own = [each for each in assignments if each.node == node]
             row = {"node": node, "slot": ", ".join(p.slot for p in own), "layers": " | ".join(p.layers for p in own)}
             rows.append({**row, "more": self._node_remarks(node)})
-        return {"leader": self._leader, "epoch": self._epoch.number, "posts": rows}
+        return {"leader": self._leader, "epoch": self._epoch.number, "assignments": rows}
 
     def _node_remarks(self, node: int) -> str:
         """Remarks on a node: leader, zone, notice, address."""

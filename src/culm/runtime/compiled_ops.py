@@ -34,7 +34,7 @@ class CompiledOp:
     output_only: bool = False
     """Run only for its output: the micro-batch is not counted, and its result is not recorded."""
     splits_backward: bool = False
-    """Of an F: whether this worker runs its backward as I and W."""
+    """For an F: whether this worker splits the backward into I and W."""
 
     @property
     def work_name(self) -> str:

@@ -144,7 +144,7 @@ class Epoch(msgspec.Struct, frozen=True, tag="epoch"):
 
     def address(self, slot: int) -> str:
         member = self.members[slot]
-        assert member is not None, f"nobody fills slot {slot}"
+        assert member is not None, f"slot {slot} is empty"
         return member.address
 
     @property

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class EpochContext:
     """The dependencies of an executor, its reducer, its optimizer step and its shadow replicas.
 
-    Built once per epoch (`create`) and passed to each of them, so that none has to ask another for what it needs.
+    Built once per epoch (`create`) and passed to each of them, so that no object reaches into another.
     """
 
     job: Job

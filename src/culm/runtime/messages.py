@@ -38,7 +38,7 @@ class EpochPart(msgspec.Struct, frozen=True, tag="part"):
     that epoch has been announced."""
 
     digest: str
-    """Of the whole epoch."""
+    """Digest of the whole epoch."""
     workers: tuple[int, ...]
     body: bytes
     """An encoded epoch without the action lists of workers that these exchange nothing with."""

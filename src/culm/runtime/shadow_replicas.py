@@ -108,7 +108,7 @@ class ShadowReplicas:
 
     def promote_if_committed(self, committed_steps: int) -> None:
         """On a worker that runs no stage yet: make the fresh shadows current once they have made every committed step.
-        They know nothing of the steps that were open when the copy was made."""
+        They do not contain the steps that were open when the copy was made."""
         behind = [stage for stage in self.fresh_shadows if self._state.replicas[stage].version < committed_steps]
         if committed_steps >= self._epoch.start and not behind:
             for shadow in [*self.fresh_shadows.values()]:

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from culm.transport.interface import FrameKey, Tensors
 
 _MIN_DRAIN_S, _DRAIN_ACTIONS = 10.0, 20
-"""A device that is asked to finish has this long, or as long as this many of its slowest actions: more than the actions
-that may be under way, because the kernels of an optimizer step may be, too."""
+"""Limit for a device to finish what was launched on it: this many seconds, or the time of this many of its slowest
+actions. More actions than can be under way, because the kernels of an optimizer step may be, too."""
 _OUTPUT_NAME = re.compile(r"[0-9]+[FI][0-9]+")
 """Frame names of action outputs."""
 

@@ -68,7 +68,7 @@ class Worker:
         self._checkpoint_writer = CheckpointWriter(worker, transport, clock, self._heartbeat)
         self._training: asyncio.Task[None] | None = None
         self._train_loop: TrainLoop | None = None
-        """Of the current epoch; while its layers are being built, of the previous one."""
+        """The train loop of the current epoch; while its layers are being built, that of the previous epoch."""
         self._adopted_epoch = 0
         """The last epoch: it may arrive twice, from the leader and from the agent."""
         self._min_epoch = 0

@@ -58,7 +58,7 @@ class OpenStep:
     outputs: dict[str, Tensors] = field(default_factory=dict)
     """Outputs of actions by name ("2F0", "1I3"), from which a holder can continue the work of a lost worker."""
     slab_copies: dict[str, HostCopy] = field(default_factory=dict)
-    """By name: the outputs among them that lie in slabs."""
+    """By name: the outputs among them whose memory is a slab."""
     reduced_gradients: dict[int, GradientSum] = field(default_factory=dict)
     """By segment: its complete sum, where outputs are kept until the commit."""
     handed_off_sums: dict[int, list[GradientSum]] = field(default_factory=dict)
@@ -187,7 +187,7 @@ class WorkerState:
         return step
 
     def keep_output(self, step: int, name: str, tensors: Tensors, copy: HostCopy | None = None) -> None:
-        """Keep the output of an action until the step is committed. `copy`: the slab that it lies in."""
+        """Keep the output of an action until the step is committed. `copy`: the slab that contains it."""
         open_step = self.open_step(step)
         open_step.outputs[name] = tensors
         if copy is not None:
@@ -196,7 +196,7 @@ class WorkerState:
         self.peak_kept_bytes = max(self.peak_kept_bytes, self._kept_bytes)
 
     def evict_oldest_output(self, first_step: int) -> bool:
-        """Drop the oldest kept output in a slab that nobody reads, of step `first_step` or a later one; False: there is
+        """Drop the oldest kept output in a slab without readers, of step `first_step` or a later one; False: there is
         none. A recovery then has to run its action again."""
         for number in sorted(number for number in self.open_steps if number >= first_step):
             open_step = self.open_steps[number]

@@ -70,7 +70,7 @@ class DeadlineOutcome(NamedTuple):
     """How one run ended."""
 
     seconds: float
-    """Until the last sample, or until it was stopped or given up."""
+    """Seconds until the last sample, or until the run was stopped or given up."""
     usd: float
     samples: float
     kept_deadline: bool

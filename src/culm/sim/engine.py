@@ -150,7 +150,7 @@ class Engine:
         self.ledger = CostLedger()
         """What the nodes cost: the ledger of real runs."""
         self.rentals: dict[str, tuple[str, str | None]] = {}
-        """Of each node that is present: the name of its rental, and its zone if its price follows `prices`."""
+        """By node that is present: the name of its rental, and its zone if its price follows `prices`."""
         self.rental_count = 0
         self.result = StrategyRun()
         self.now = 0.0
@@ -303,7 +303,7 @@ class Engine:
         self._record_point()
 
     def _schedule_recheck(self) -> None:
-        """Schedule the recheck: after the open step and as many more as the strategy wants."""
+        """Schedule the recheck: after the open step and as many more as the strategy requests."""
         steps, self.recheck_at = self.strategy.recheck_after_steps, math.inf
         if steps and self.rate > 0:
             self.recheck_at_samples = (

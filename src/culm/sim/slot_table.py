@@ -66,17 +66,6 @@ class SlotTable:
     def slots_of_pipelines(self, pipelines: int) -> Iterator[Slot]:
         return (Slot(d, s) for d in range(pipelines) for s in range(self.stages))
 
-    def fill_holes(self) -> int:
-        """Put standby nodes into holes, the stage with the most holes first; returns how many were filled."""
-        filled = 0
-        while self.holes and self.standby:
-            lost = Counter(slot.stage for slot in self.holes)
-            hole = max(self.holes, key=lambda slot: (lost[slot.stage], -slot.pipeline, -slot.stage))
-            self.holes.discard(hole)
-            self._assign(hole, self.standby.pop(next(iter(self.standby))))
-            filled += 1
-        return filled
-
     def add_pipelines(self) -> int:
         """Build further pipelines from standby nodes; returns how many."""
         added = min(self.max_pipelines - self.pipelines, len(self.standby) // self.stages)

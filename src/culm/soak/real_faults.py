@@ -104,7 +104,7 @@ class RealFaults:
             self.log.append((asyncio.get_running_loop().time(), kind))
 
     def _spare_others(self) -> None:
-        """Replace spared nodes that are gone by the ones that have run for longest."""
+        """Replace lost nodes among the spared ones by those that have run for longest."""
         running = self._run.nodes.running
         self._spared &= running
         others = sorted(node for node in running - self._spared if node != self._run.leader)
@@ -123,7 +123,7 @@ class RealFaults:
         return await self._end_node(self._pick_node())
 
     async def _kill_leader(self) -> bool:
-        """Kill the leader. A spared node that leads is mostly spared."""
+        """Kill the leader. If a spared node leads, the kill usually does nothing."""
         leader = self._run.leader
         if leader in self._spared and self._dice.random() < _SPARED_LEADER:
             return False

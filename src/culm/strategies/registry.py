@@ -100,13 +100,17 @@ def reference_to(strategy: str | type[Strategy] | Strategy) -> str:
         )
     if not _is_strategy_class(strategy):
         raise UsageError(f"strategy is {strategy!r}: use one of {', '.join(known_names())}, or a class of your own")
-    module, name = strategy.__module__, strategy.__qualname__
-    if strategy in _BUILT_IN:
-        return strategy.name
+    return strategy.name if strategy in _BUILT_IN else class_reference("strategy", strategy)
+
+
+def class_reference(field: str, given: type) -> str:
+    """The text "module:Class" by which other processes import a class. Raises UsageError, with the name of the field
+    that has the class, if they cannot import it."""
+    module, name = given.__module__, given.__qualname__
     file = getattr(sys.modules.get(module), "__file__", None)
     if module == "__main__" or "." in name or file is None:
         raise UsageError(
-            f"strategy is the class {name} of {module}, which other processes cannot import: "
+            f"{field} is the class {name} of {module}, which other processes cannot import: "
             "define it at the top level of a module"
         )
     stem = Path(file).stem  # job files are imported under a name of their own

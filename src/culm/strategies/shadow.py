@@ -68,7 +68,7 @@ class LazyShadowStrategy(Strategy):
 
 
 class ShadowStrategy(LazyShadowStrategy):
-    """As the lazy one; replicas also run forwards ahead of a loss, in bubbles that are long enough."""
+    """As LazyShadowStrategy. Replicas also run forwards ahead of a loss, in bubbles that are long enough."""
 
     name = "shadow"
     summary = "the predecessor of a lost node has a replica of its layers and runs both stages"

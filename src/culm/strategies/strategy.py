@@ -39,7 +39,7 @@ class StrategyChoice:
     why: str
     """One clause for the start of the run."""
     checkpoint_interval_s: float | None = None
-    """Best seconds between two checkpoints; None: the strategy asks for none."""
+    """Best seconds between two checkpoints; None: the strategy needs none."""
 
 
 def check_has_other_node(name: str, run: RunShape) -> None:
@@ -62,7 +62,7 @@ class Strategy(RecoveryPolicy):
     """
 
     name: str = ""
-    """Under which a run asks for it. The registry sets it to "module:Class" for a class outside of culm."""
+    """The value of --strategy that selects it. The registry sets it to "module:Class" for a class outside of culm."""
     summary: str = ""
     """One line for help texts."""
 
@@ -117,7 +117,7 @@ class Strategy(RecoveryPolicy):
         """Raise UsageError, in one sentence that names the fix, if the strategy cannot work in this shape."""
 
     def choose(self, run: GoodputInputs, shape: RunShape) -> StrategyChoice:
-        """The strategy that runs when this one is asked for: itself."""
+        """The strategy that runs when this one is selected: itself."""
         interval = best_checkpoint_interval_s(run) if self.restarts_from_checkpoint else None
         return StrategyChoice(self, f"strategy {self.name}, as asked", interval)
 

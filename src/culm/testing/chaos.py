@@ -366,7 +366,7 @@ def _expected_result(features: tuple[str, ...], exact: bool, micro_batches: int,
 
 
 def coverage(outcomes: Iterable[ChaosResult]) -> dict[str, dict[str, int]]:
-    """How often each property occurred in the runs. Only faults that struck count."""
+    """How often each property occurred in the runs. Only faults that occurred count."""
     counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for outcome in outcomes:
         scenario = outcome.scenario

@@ -1,6 +1,6 @@
 """Random fault schedules from a seed, for a run whose shape changes.
 
-Other layouts are requested, and nodes join and leave so that the policy changes the shape by itself. Faults strike
+Other layouts are requested, and nodes join and leave so that the policy changes the shape, too. Faults occur
 during a change: while layers move, while open steps drain, and right after the new shape has started.
 """
 

@@ -143,7 +143,7 @@ class SimulatedMachines:
         self._notify_store_waiters()
 
     def _notify_store_waiters(self) -> None:
-        """Let everyone who waits for the store check again."""
+        """Let all waits for the store check again."""
         self._store_reachable.set()
         self._store_reachable.clear()
 

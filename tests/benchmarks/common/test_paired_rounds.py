@@ -81,7 +81,7 @@ def test_invalid_numbers_are_refused_by_name(wrong: dict[str, int]) -> None:
 
 
 @given(st.floats(min_value=1e-4, max_value=0.3))
-def test_steps_are_chosen_so_that_a_round_lasts_about_as_long_as_asked(step_s: float) -> None:
+def test_steps_are_chosen_so_that_a_round_lasts_about_as_long_as_requested(step_s: float) -> None:
     assert 0.3 <= steps_for(step_s, round_s=0.5) * step_s <= 1.0
 
 

@@ -113,7 +113,7 @@ def test_pauses_are_not_measured_under_mps(monkeypatch: pytest.MonkeyPatch) -> N
         run(rows=["pause-reroute"], spec=TINY)
 
 
-def test_what_can_not_be_measured_is_refused_before_anything_starts(
+def test_what_cannot_be_measured_is_refused_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -99,7 +99,7 @@ def test_a_row_that_torch_refuses_has_the_reason_and_the_others_are_measured() -
     assert culm.open == 0
 
 
-def test_a_side_that_dies_ends_the_bench_and_both_sides_are_closed() -> None:
+def test_a_side_that_ends_ends_the_bench_and_both_sides_are_closed() -> None:
     culm, torch = Fake(0.1), Fake(0.1, fails=True)
     with pytest.raises(RunError, match="rank 1 died"):
         quick(culm, torch)

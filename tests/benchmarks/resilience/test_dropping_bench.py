@@ -14,7 +14,7 @@ from benchmarks.resilience import dropping_bench
 
 
 @given(st.sampled_from(DROP_RATES), st.integers(0, 9))
-def test_a_step_never_loses_all_its_samples_and_loses_about_as_many_as_asked(rate: float, seed: int) -> None:
+def test_a_step_never_loses_all_its_samples_and_loses_about_the_requested_share(rate: float, seed: int) -> None:
     dropped = draw_dropped_pipelines(rate, 400, seed)
     assert len(dropped) == 400
     assert all(len(set(lost)) == len(lost) < PIPELINES for lost in dropped.values())

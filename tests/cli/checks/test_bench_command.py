@@ -34,7 +34,7 @@ def exit_code(*arguments: str) -> object:
     return ended.value.code
 
 
-def test_all_is_every_bench_by_name_and_says_what_can_not_be_had(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_runs_every_bench_and_reports_those_that_cannot_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code("all", "--quick", "--json") == 0
     found = capsys.readouterr()
     assert json.loads(found.out) == {"one": {"quick": True}, "other": {"unavailable": "there is no graph here"}}

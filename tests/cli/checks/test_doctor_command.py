@@ -61,7 +61,7 @@ def test_a_machine_that_can_run_the_tests_is_fit_but_for_an_etcd_that_is_not_the
     assert not [finding for finding in by_name.values() if finding["state"] == "broken"], told
     assert "one of two nodes was killed, and the weights equal those of a single process" in by_name["a run"]["what"]
     assert (done.returncode, told["fit"]) == (1, False)
-    assert "NOT fit for culm" in done.stderr
+    assert "this machine can NOT run culm" in done.stderr
 
 
 @pytest.mark.parametrize("same", [True, False])

@@ -17,7 +17,7 @@ def test_a_machine_without_a_gpu_is_fit() -> None:
     assert results(GpuFacts()) == {"gpu": ("good", "none: workers compute on the CPU")}
 
 
-def test_a_driver_that_torch_can_not_use_is_named() -> None:
+def test_a_driver_that_torch_cannot_use_is_named() -> None:
     assert results(GpuFacts(driver="570.86"))["gpu"] == (
         "weak",
         "driver 570.86, and torch was built without CUDA",

@@ -32,7 +32,7 @@ def run_json(*arguments: str) -> dict[str, Any]:
     return plan
 
 
-def test_a_plan_says_servers_intervals_workers_time_cost_and_value() -> None:
+def test_a_plan_has_servers_intervals_workers_time_cost_and_value() -> None:
     plan = run_json("--graph", "amazon", "--instance", "c5n.2xlarge")
     assert plan["instance"] == "c5n.2xlarge"
     for key in ("servers", "intervals", "workers", "time_per_epoch_s", "cost_per_epoch_usd", "value"):

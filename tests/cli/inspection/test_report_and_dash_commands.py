@@ -39,7 +39,7 @@ def exit_code(*arguments: str) -> object:
     return ended.value.code
 
 
-def test_the_report_of_a_run_lies_in_its_folder_and_says_where(
+def test_the_report_of_a_run_is_in_its_folder_and_its_path_is_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_run_folder(tmp_path / "a")
@@ -50,7 +50,7 @@ def test_the_report_of_a_run_lies_in_its_folder_and_says_where(
     assert "Plotly" in text
 
 
-def test_several_runs_are_compared_here_or_where_it_is_asked_for(
+def test_a_comparison_is_written_here_or_to_the_given_place(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -99,10 +99,10 @@ def test_a_report_is_read_from_and_written_to_a_url(memory_url: str, capsys: pyt
     (["dash", "{run}", "--job", "gpt"], "add --etcd"),
     (["dash", "--etcd", "http://127.0.0.1:1"], "say which with --job"),
     (["dash", "{run}", "--port", "70000"], "--port is 70000"),
-    (["dash", "{run}", "--host", "192.0.2.7"], "nobody can listen there"),
+    (["dash", "{run}", "--host", "192.0.2.7"], "cannot listen there"),
     (["dash", "/nowhere"], "there is no folder"),
 ])  # fmt: skip
-def test_what_can_not_be_shown_is_refused_in_a_sentence(
+def test_what_cannot_be_shown_is_refused_in_a_sentence(
     arguments: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "empty").mkdir()
@@ -111,7 +111,7 @@ def test_what_can_not_be_shown_is_refused_in_a_sentence(
     assert told in one_sentence(capsys.readouterr().err)
 
 
-def test_a_report_that_can_not_be_written_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_that_cannot_be_written_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code("report", str(make_run_folder(tmp_path / "a")), "--out", "/proc/report.html") == 1
     assert "give another place with --out" in one_sentence(capsys.readouterr().err)
 
@@ -136,7 +136,7 @@ def fetch(address: str) -> str:
 @pytest.mark.real
 @pytest.mark.usefixtures("forked_programs")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_dash_serves_a_folder_until_it_is_told_to_end(number: signal.Signals, tmp_path: Path) -> None:
+def test_dash_serves_a_folder_until_a_signal(number: signal.Signals, tmp_path: Path) -> None:
     with serving_page("dash", str(make_run_folder(tmp_path / "a"))) as (process, address):
         assert re.fullmatch(r"http://127\.0\.0\.1:\d+/", address)
         assert "Every sample counted once" in fetch(address)

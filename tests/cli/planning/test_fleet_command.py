@@ -111,7 +111,7 @@ def test_without_a_terminal_progress_is_a_line_every_few_seconds(capsys: pytest.
 
 
 @pytest.mark.usefixtures("small_catalogue")
-def test_limits_that_can_not_be_met_say_by_how_much_and_what_would_do(capsys: pytest.CaptureFixture[str]) -> None:
+def test_limits_that_cannot_be_met_say_by_how_much_and_what_would_do(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = invoke(capsys, "--tokens", "2000B", "--deadline", "1h", "--budget", "20/h")
     assert code == 2
     assert "no fleet finishes within 1 h for 20 $/h: the fastest" in err

@@ -147,7 +147,7 @@ def test_a_table_of_choices_is_within_the_budget_best_first(capsys: pytest.Captu
     assert {"slots", "bound", "gap", "peak_activations", "solver", "schedule"} <= set(found)
 
 
-def test_the_table_for_people_says_why_and_of_when_the_prices_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_has_the_reason_and_the_date_of_the_prices(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = invoke(capsys, *BERT, "--nodes", "8", "--on", "2022-06-30")
     assert code == 0
     assert "samples/s for 7.34 $/h" in out
@@ -198,7 +198,9 @@ def test_a_profile_is_planned_and_the_best_choice_written_for_the_simulator(
     assert found["pipelines"] * found["stages"] <= 8
 
 
-def test_the_timeline_and_the_plan_are_written_where_asked(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_timeline_and_the_plan_are_written_to_the_given_files(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     picture, text = tmp_path / "plan.svg", tmp_path / "plan.txt"
     stdout_of(capsys, "--fail", "2.2", "--svg", str(picture), "--out", str(text))
     assert picture.read_text().startswith("<svg")
@@ -210,7 +212,7 @@ def test_every_way_to_go_on_is_in_the_explanation(capsys: pytest.CaptureFixture[
     assert {"re-route", "shadow", "fewer pipelines", "uneven pipelines"} <= {way["name"] for way in found["remedies"]}
 
 
-def test_the_solver_proves_what_the_rules_can_not(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_solver_proves_what_the_rules_cannot(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("ortools")
     found = as_json(capsys, "--fail", "2.2", "--no-stagger", "--solver", "cp-sat")
     assert (found["slots"], found["bound"], found["solver"]) == (29, 29, "cp-sat")
@@ -237,7 +239,7 @@ def test_the_solver_proves_what_the_rules_can_not(capsys: pytest.CaptureFixture[
         (["--pipelines", "3"], "--stages is missing"),
     ],
 )
-def test_what_can_not_be_had_ends_with_one_sentence_and_the_nearest(
+def test_an_impossible_request_ends_with_one_sentence_and_the_nearest_choice(
     capsys: pytest.CaptureFixture[str], options: list[str], sentence: str
 ) -> None:
     code, out, err = invoke(capsys, *options)

@@ -32,7 +32,7 @@ def secret(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("command", [AGENT, [*RUN, *ETCD]])
-def test_without_a_secret_nobody_joins_and_nobody_leads(
+def test_without_the_secret_no_node_joins_or_leads(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: list[str]
 ) -> None:
     monkeypatch.delenv("CULM_SECRET")
@@ -57,7 +57,7 @@ def test_a_secret_in_a_file_is_as_good(capsys: pytest.CaptureFixture[str], tmp_p
         (["--job", "no such/name"], "--job is 'no such/name'"),
     ],
 )
-def test_what_an_agent_can_not_use_is_refused_by_name(
+def test_options_that_an_agent_cannot_use_are_refused_by_name(
     capsys: pytest.CaptureFixture[str], options: list[str], sentence: str
 ) -> None:
     assert sentence in usage_error(capsys, *AGENT, *options)

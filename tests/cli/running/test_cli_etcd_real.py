@@ -125,7 +125,7 @@ def refused(capsys: pytest.CaptureFixture[str], command: list[str], options: lis
 
 
 @pytest.mark.parametrize("word", ["run", "agent"])
-def test_who_has_the_wrong_password_or_certificate_is_refused_in_a_sentence(
+def test_a_wrong_password_or_certificate_is_refused_in_a_sentence(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     guarded: Guarded,
@@ -179,7 +179,7 @@ def start() -> Iterator[type[Started]]:
         each.process.communicate()
 
 
-def test_a_run_whose_nodes_are_all_elsewhere_comes_to_its_end_and_no_stranger_disturbs_it(
+def test_a_run_on_other_machines_completes_despite_connections_of_strangers(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     start: type[Started],

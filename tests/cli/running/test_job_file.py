@@ -60,7 +60,7 @@ def package(folder: Path, name: str, layers: str) -> str:
 
 
 @pytest.mark.parametrize("layers", [".layers", "..layers", "outer.inner.layers", "layers"])
-def test_a_job_in_a_package_may_import_what_lies_beside_and_above_it(tmp_path: Path, layers: str) -> None:
+def test_a_job_in_a_package_may_import_modules_beside_and_above_it(tmp_path: Path, layers: str) -> None:
     job = load_job(package(tmp_path, "inner", layers))
     assert getattr(job.layers[0], "__name__", "") == "Block"
     assert job.loss is not None
@@ -84,7 +84,7 @@ def test_a_job_whose_package_has_a_name_that_is_taken_is_imported_alone(tmp_path
     assert json.loads("1") == 1
 
 
-def test_a_package_that_can_not_be_imported_is_said_in_one_sentence(tmp_path: Path) -> None:
+def test_a_package_that_cannot_be_imported_is_reported_in_one_sentence(tmp_path: Path) -> None:
     reference = package(tmp_path, "inner", ".layers")
     (tmp_path / "outer" / "__init__.py").write_text("import no_such_module\n")
     with pytest.raises(JobError, match=r"job\.py could not be imported: ModuleNotFoundError: No module named 'no_such"):

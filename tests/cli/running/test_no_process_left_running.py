@@ -87,9 +87,7 @@ def test_a_process_that_is_killed_ends_the_run_with_a_sentence(training: Start, 
 
 
 @VICTIMS
-def test_unless_told_otherwise_a_run_goes_on_without_a_process_that_is_killed(
-    training: Start, victim: int, whole: bool
-) -> None:
+def test_by_default_a_run_continues_without_a_process_that_is_killed(training: Start, victim: int, whole: bool) -> None:
     run = training()
     agent = run.agents[victim]
     os.kill(agent if whole else children(agent)[0], signal.SIGKILL)

@@ -88,7 +88,7 @@ def test_a_resumed_run_ends_with_the_weights_of_the_uninterrupted_one(
     assert "from step 4 on" in shown
 
 
-def test_a_corrupt_checkpoint_is_passed_over_and_said_to_be(
+def test_a_corrupt_checkpoint_is_skipped_and_reported(
     capsys: pytest.CaptureFixture[str], shared_fork_server: None, folder: Path
 ) -> None:
     shard = next((folder / "checkpoints" / "step-00000006").glob("*.safetensors"))
@@ -122,7 +122,7 @@ def test_a_loss_that_is_no_number_stops_the_run(capsys: pytest.CaptureFixture[st
     assert "the loss of step 1 is nan" in one_sentence(capsys.readouterr().err)
 
 
-def test_a_loss_that_is_no_number_is_skipped_if_asked_for(
+def test_a_loss_that_is_not_a_number_is_skipped_if_requested(
     capsys: pytest.CaptureFixture[str], shared_fork_server: None
 ) -> None:
     printed, _ = run_in_process(capsys, "run", f"{JOBS}:not_a_number", "--set", "nonfinite=skip", "--quiet", "--json")

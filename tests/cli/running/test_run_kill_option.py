@@ -45,7 +45,7 @@ def test_a_node_killed_at_an_action_changes_nothing_that_is_learned() -> None:
     assert recovered["detect_ms"] > 0
 
 
-def test_what_befalls_a_run_is_shown_and_stands_in_its_ledger_and_its_folder(tmp_path: Path) -> None:
+def test_events_of_a_run_are_shown_and_are_in_its_ledger_and_folder(tmp_path: Path) -> None:
     """Nor does it befall the run again that is resumed there: a step that is behind it is refused."""
     code, shown = invoke(
         "--stages", "2", "--strategy", "shadow", "--kill", "node=1 step=1 at=1F2", "--out", str(tmp_path / "a")
@@ -82,7 +82,7 @@ def test_without_a_strategy_a_kill_ends_the_run() -> None:
     assert "was lost" in shown
 
 
-def test_a_kill_whose_moment_did_not_come_is_said_to_have_struck_nobody() -> None:
+def test_a_kill_whose_moment_did_not_come_is_reported() -> None:
     """After the first loss node 1 has work of both stages, but never the forward that it was to die at again."""
     code, shown = invoke("--stages", "2", "--kill", "node=1 step=3 at=1F2 nth=2")
     assert code == 0

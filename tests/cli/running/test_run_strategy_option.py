@@ -48,7 +48,7 @@ def test_drop_says_that_training_changes_before_and_after(tmp_path: Path) -> Non
         (("--restart", "lukewarm"), "did you mean warm?"),
     ],
 )
-def test_a_strategy_that_can_not_work_is_refused_with_exit_code_2(arguments: tuple[str, ...], sentence: str) -> None:
+def test_a_strategy_that_cannot_work_is_refused_with_exit_code_2(arguments: tuple[str, ...], sentence: str) -> None:
     code, shown = invoke(*arguments)
     assert code == 2
     assert sentence in shown

@@ -215,6 +215,14 @@ def test_the_exit_code_and_the_summary_of_an_attached_window_are_those_of_the_ru
     assert culm("logs", "jobs", "-f").stdout.endswith("finished: 120 steps\n")
 
 
+def test_a_run_that_python_starts_continues_without_it(tmp_path: Path) -> None:
+    code = f"import culm; print(culm.start({BRIEF!r}, stages=2, out={str(tmp_path / 'a')!r}))"
+    started = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert (started.returncode, started.stdout) == (0, "jobs\n"), started.stderr
+    assert culm("attach", "jobs").returncode == 0
+    assert weights(tmp_path / "a") == undisturbed()
+
+
 def test_a_detached_run_that_is_refused_says_so(tmp_path: Path) -> None:
     refused = culm("run", JOBS, "--stages", "9", "--detach", cwd=tmp_path)
     assert refused.returncode == 2

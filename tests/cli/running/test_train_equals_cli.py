@@ -14,7 +14,7 @@ from tests.test_summary import make_summary
 
 import culm
 from culm.cli import main
-from culm.errors import UsageError
+from culm.errors import JobError, UsageError
 from culm.job import load_job
 from culm.providers.local_provider import ForkServerClient
 from culm.testing import reference
@@ -51,8 +51,39 @@ def test_an_argument_of_another_type_is_refused_by_name(name: str) -> None:
 
 @pytest.mark.parametrize("given", [3, None, lambda: 3])
 def test_what_is_no_job_is_refused_by_its_type(given: Any) -> None:
-    with pytest.raises(UsageError, match=r"culm\.train was given a (int|NoneType): pass a culm\.Job"):
+    with pytest.raises(UsageError, match=r"job is of type (int|NoneType): pass a culm\.Job"):
         culm.train(given)
+
+
+def test_fields_of_the_job_are_replaced_as_by_set(
+    capsys: pytest.CaptureFixture[str], shared_fork_server: None, fork_server: ForkServerClient
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", JOBS, "--stages", "2", "--quiet", "--json", "--steps", "1", "--seed", "5", "--exact"])
+    expected = json.loads(capsys.readouterr().out)
+    overrides = {"steps": 1, "seed": 5, "exact": True}
+    for job in (f"{JOBS}:job", load_job(JOBS)):
+        summary = culm.train(job, stages=2, overrides=overrides, fork_server=fork_server)
+        assert (summary.steps, summary.exact, summary.weights_sha256) == (1, True, expected["weights_sha256"])
+
+
+WRONG_OVERRIDES: list[tuple[dict[str, Any], str]] = [
+    ({"stepz": 1}, "stepz.* no such field.*did you mean 'steps'"),
+    ({"steps": 1.5}, "takes a whole number|use a whole number"),
+    ({"steps": -1}, "steps is -1: use a whole number of at least 0"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "sentence"), WRONG_OVERRIDES)
+def test_wrong_overrides_are_refused(overrides: dict[str, Any], sentence: str) -> None:
+    for job in (f"{JOBS}:job", load_job(JOBS)):
+        with pytest.raises(JobError, match=sentence):
+            culm.train(job, overrides=overrides)
+
+
+def test_a_function_cannot_override_a_field_of_a_job_in_a_file() -> None:
+    with pytest.raises(JobError, match=r"overrides has loss=.* or pass a Job instead of its file"):
+        culm.train(f"{JOBS}:job", overrides={"loss": max})
 
 
 def test_a_folder_may_be_a_path(fork_server: ForkServerClient, tmp_path: Path) -> None:

@@ -222,7 +222,7 @@ def test_without_a_service_a_source_keeps_polling_and_can_be_cancelled(make: Mak
     assert len(warnings) == 1
 
 
-def test_ec2_gives_two_minutes_and_is_asked_every_five_seconds() -> None:
+def test_ec2_gives_two_minutes_and_is_polled_every_five_seconds() -> None:
     notice, _, clock, _ = wait_for_notice(aws, Imds(status(404), TERMINATE))
     assert notice == PreemptionNotice(118.0, "EC2 will terminate this instance at 2026-05-01T12:01:58+00:00")
     assert clock.slept == [5.0]
@@ -295,7 +295,7 @@ def test_a_wrong_clock_does_not_extend_a_notice(time: str, left: float) -> None:
     assert notice.deadline_s == left
 
 
-def test_google_is_asked_for_changes_since_the_last_answer() -> None:
+def test_google_is_queried_for_changes_since_the_last_answer() -> None:
     notice, fake, _, _ = wait_for_notice(gcp, Google(NOT_YET, PREEMPTED))
     assert notice.deadline_s == 30.0
     assert [asked.rpartition("last_etag=")[2] for asked in fake.asked] == ["NONE", "a"]
@@ -325,7 +325,7 @@ def test_an_azure_event_that_has_begun_leaves_no_time(begun: str) -> None:
     assert notice.deadline_s == 0.0
 
 
-def test_azure_is_asked_for_the_machine_name_until_it_answers() -> None:
+def test_azure_is_queried_for_the_machine_name_until_it_answers() -> None:
     _, fake, _, _ = wait_for_notice(azure, Azure(events(), events(AZURE_EVENT), names=in_turn(status(500), text("me"))))
     assert sum("/compute/name" in asked for asked in fake.asked) == 2
 
@@ -355,7 +355,7 @@ def test_sigterm_is_a_notice_and_later_ones_are_ignored() -> None:
 @pytest.mark.parametrize(
     ("written", "seconds"), [("118.5", 118.5), ("", 7.0), ("soon", 7.0), ("inf", 7.0), ("-1", 7.0)]
 )
-def test_whoever_sends_sigterm_may_say_how_many_seconds_are_left(
+def test_the_sender_of_sigterm_may_announce_the_seconds_left(
     written: str, seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(NOTICE_FILE_VARIABLE, str(tmp_path / "notice"))

@@ -78,7 +78,7 @@ def test_a_run_begins_with_the_first_complete_pipeline_if_there_was_none_in_time
 
 
 @pytest.mark.parametrize(("strategy", "start_after"), [("none", 60.0), ("reroute", None)])
-def test_a_run_waits_for_all_nodes_without_the_option_or_if_it_can_not_fill_slots_later(
+def test_a_run_waits_for_all_nodes_without_the_option_or_if_it_cannot_fill_slots_later(
     strategy: str, start_after: float | None
 ) -> None:
     state = leader_of(strategy, start_after)

@@ -235,7 +235,7 @@ def test_the_next_leader_lets_machines_wait_whose_nodes_were_removed_before() ->
     assert "admitted after a backoff" in refusals(leader.feed(KeyChanged("nodes/9", encode(again))))[0]
 
 
-def test_a_worker_that_raises_is_asked_what_it_holds_like_all_others() -> None:
+def test_a_worker_that_raises_reports_its_inventory_like_all_others() -> None:
     leader = Driver()
     leader.commit(0)
     (halt,) = [each for each in leader.fail(3) if isinstance(each, SendToAll)]

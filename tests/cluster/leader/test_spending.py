@@ -127,7 +127,7 @@ def test_price_changes_are_billed_from_when_they_are_known(tmp_path: Path) -> No
     assert [change["usd_per_h"] for change in cost_of(tmp_path)["nodes"][2]["usd_per_h"]] == [3.6, 7.2]
 
 
-def test_whoever_rents_the_machines_may_say_what_they_cost(tmp_path: Path) -> None:
+def test_the_program_that_rents_machines_may_report_their_prices(tmp_path: Path) -> None:
     """As `culm launch` does: before or after a node registers, since when it is rented, and again with a new price."""
 
     async def tell(cluster: Cluster) -> None:
@@ -145,7 +145,7 @@ def test_whoever_rents_the_machines_may_say_what_they_cost(tmp_path: Path) -> No
     assert [row["node"] for row in cost_of(tmp_path)["nodes"]] == ["node 0", "node 1", "node 2"]
 
 
-def test_waiting_and_recovery_are_told_from_training(tmp_path: Path) -> None:
+def test_waiting_and_recovery_are_distinguished_from_training(tmp_path: Path) -> None:
     faults = Faults().kill(3, after_s=290.0).join(after_s=300.0).join(after_s=300.0)
     run(tmp_path, steps=12, faults=faults, node_price=3.6)
     cost = cost_of(tmp_path)

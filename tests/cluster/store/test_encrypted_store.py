@@ -39,7 +39,7 @@ def test_only_clients_with_the_secret_read_values() -> None:
     asyncio.run(main())
 
 
-def test_a_value_can_not_be_forged_nor_moved_to_another_key() -> None:
+def test_a_value_cannot_be_forged_nor_moved_to_another_key() -> None:
     async def main() -> None:
         bare, (ours,) = stores(SECRET)
         await ours.put("nodes/1", b"one")

@@ -196,7 +196,7 @@ def test_a_node_behind_a_line_that_was_silent_for_longer_than_its_lease_is_fence
     patiently(main())
 
 
-def test_a_silence_that_is_shorter_than_the_lease_goes_unnoticed(etcd: PrivateEtcd) -> None:
+def test_a_pause_that_is_shorter_than_the_lease_has_no_effect(etcd: PrivateEtcd) -> None:
     async def main() -> None:
         async with (
             bad_line(etcd.access.endpoints[0]) as line,
@@ -393,7 +393,7 @@ def three_members(folder: Path) -> Iterator[tuple[list[str], list[subprocess.Pop
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
-def test_calls_and_watches_continue_at_another_member_when_one_dies_or_falls_silent(
+def test_calls_and_watches_continue_at_another_member_when_one_ends_or_hangs(
     tmp_path: Path, end: signal.Signals
 ) -> None:
     async def main(urls: list[str], members: list[subprocess.Popen[bytes]]) -> None:

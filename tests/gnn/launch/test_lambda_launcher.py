@@ -206,7 +206,7 @@ def test_more_workers_than_the_account_may_run_are_refused(role: str, monkeypatc
         launch(make_launcher(role), 11)
 
 
-def test_the_account_is_asked_how_many_it_may_run(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_workers_than_the_account_allows_are_refused(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lambda_launcher, "deploy_function", lambda *_, **__: None)
     monkeypatch.setattr(lambda_launcher, "_unreserved_concurrency", lambda _: 4)
     with pytest.raises(UsageError, match=r"count is 5.*up to 4"):

@@ -114,7 +114,7 @@ def _run_in_thread(
 
 @pytest.mark.usefixtures("forked_programs")
 @pytest.mark.real
-def test_without_etcd_the_store_lives_in_the_process_with_a_message(
+def test_without_etcd_the_store_is_in_the_process_and_a_message_is_shown(
     undisturbed_result: GnnResult, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     async def fail_to_start(*_: object) -> None:

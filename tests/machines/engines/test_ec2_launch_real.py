@@ -31,7 +31,7 @@ def wait_for_line(instance: EmulatedInstance, text: str) -> None:
         time.sleep(0.1)
 
 
-def test_an_exact_run_goes_through_advice_and_an_interruption_and_leaves_nothing_in_the_account(
+def test_an_exact_run_survives_a_recommendation_and_an_interruption_and_leaves_nothing_in_the_account(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with moto_server() as aws:

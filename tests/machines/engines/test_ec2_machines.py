@@ -175,7 +175,7 @@ def test_a_zone_is_kept_and_the_fleet_chooses_by_price_and_capacity(
         (SPOT, {"colour": "red"}, "ec2 has no such option"),
     ],
 )
-def test_a_request_that_can_not_work_is_refused_before_anything_is_started(
+def test_a_request_that_cannot_work_is_refused_before_anything_is_started(
     aws: FakeAws, asked: MachineRequest, options: dict[str, str], words: str
 ) -> None:
     with pytest.raises((UsageError, RunError), match=words):
@@ -267,7 +267,7 @@ def test_an_instance_reads_the_token_into_a_file_of_root_and_starts_its_agent(tm
 
 
 @pytest.mark.parametrize("broken", [{"parameter": "exit 254"}, {"setup": "false"}])
-def test_an_instance_that_can_not_join_shuts_itself_down(tmp_path: Path, broken: dict[str, str]) -> None:
+def test_an_instance_that_cannot_join_shuts_itself_down(tmp_path: Path, broken: dict[str, str]) -> None:
     boot = Boot(tmp_path, **broken)
     assert boot.status != 0
     assert boot.calls[-1] == "shutdown -h now"

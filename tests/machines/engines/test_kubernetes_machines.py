@@ -164,7 +164,7 @@ def test_a_pod_that_waits_too_long_for_a_node_is_given_up(api: ApiServer) -> Non
         (TWO, {"spot_label": "spot"}, "--option spot-label is 'spot': use KEY=VALUE"),
     ],
 )
-def test_a_request_that_can_not_work_is_refused(
+def test_a_request_that_cannot_work_is_refused(
     api: ApiServer, asked: MachineRequest, options: dict[str, str], words: str
 ) -> None:
     with pytest.raises(UsageError, match=words):
@@ -357,7 +357,7 @@ def test_a_pod_ends_as_its_agent_does(tmp_path: Path, status: int) -> None:
     assert process.returncode == status
 
 
-def test_a_pod_that_was_told_to_end_waits_for_its_agent_and_fails_so_that_it_is_replaced(tmp_path: Path) -> None:
+def test_a_pod_that_gets_sigterm_waits_for_its_agent_and_fails_so_that_it_is_replaced(tmp_path: Path) -> None:
     process = run_script(tmp_path, "stay", zone="b", CULM_ZONE="c")
     assert process.stdout is not None
     assert process.stdout.readline() == "began with c\n"

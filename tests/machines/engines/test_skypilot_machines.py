@@ -179,7 +179,7 @@ def test_a_dry_run_is_a_yaml_that_can_be_run_by_hand_and_holds_no_secret() -> No
     assert (task["secrets"], task["setup"]) == ({"CULM_TOKEN": None}, "pip install culm.whl")
 
 
-def test_the_agent_is_told_the_zone_of_its_machine(tmp_path: Path) -> None:
+def test_the_agent_gets_the_zone_of_its_machine(tmp_path: Path) -> None:
     show = tmp_path / "show"
     show.write_text('#!/bin/sh\necho "$@"\n')
     show.chmod(0o755)

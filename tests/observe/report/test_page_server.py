@@ -48,7 +48,7 @@ def test_there_are_a_page_its_data_its_scripts_and_metrics() -> None:
     assert "Cache-Control" not in charting[1]
 
 
-def test_who_has_the_newest_figures_is_told_so() -> None:
+def test_a_client_with_the_newest_figures_gets_no_content() -> None:
     (_, headers, _), *_ = request_all("data.json")
     (status, _, text), (other, *_) = request_all(f"data.json?have={headers['X-Version']}", "data.json?have=older")
     assert (status, text, other) == (204, "", 200)
@@ -69,7 +69,7 @@ def test_nothing_can_be_changed_and_nothing_else_is_there() -> None:
     assert [status for status, *_ in request_all("etc", "../setup", "plotly.min.js/..")] == [404, 404, 200]
 
 
-def test_many_who_look_at_once_cost_one_look() -> None:
+def test_many_simultaneous_requests_read_the_run_once() -> None:
     looks: list[int] = []
 
     def look() -> Any:
@@ -82,14 +82,14 @@ def test_many_who_look_at_once_cost_one_look() -> None:
         assert len(looks) == 1
 
 
-def test_a_place_where_nobody_can_listen_is_refused() -> None:
+def test_an_address_on_which_nothing_can_listen_is_refused() -> None:
     async def serve(host: str, port: int) -> None:
         async with serve_page(CachedView(contents), host=host, port=port):
             raise AssertionError
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for host, port in (("127.0.0.1", taken.getsockname()[1]), ("192.0.2.1", 0), ("no such host", 0)):
-            with pytest.raises(UsageError, match="nobody can listen there"):
+            with pytest.raises(UsageError, match="cannot listen there"):
                 asyncio.run(serve(host, port))
 
 
@@ -113,7 +113,7 @@ def visit_closing_server(visit: Callable[[int], Any]) -> bytes:
     return asyncio.run(run())
 
 
-def test_who_waits_for_the_page_when_the_run_ends_is_hung_up_on() -> None:
+def test_a_client_that_waits_for_the_page_is_disconnected_when_the_run_ends() -> None:
     async def visit(port: int) -> socket.socket:
         visitor = socket.create_connection(("127.0.0.1", port))
         visitor.sendall(b"GET / HTTP/1.1\r\n")  # and no more: the answer is not due yet
@@ -125,7 +125,7 @@ def test_who_waits_for_the_page_when_the_run_ends_is_hung_up_on() -> None:
 
 
 @pytest.mark.parametrize("turns", range(6))
-def test_who_comes_at_the_moment_when_the_run_ends_is_hung_up_on(turns: int) -> None:
+def test_a_connection_at_the_end_of_the_run_is_closed(turns: int) -> None:
     async def visit(port: int) -> socket.socket:
         visitor = socket.create_connection(("127.0.0.1", port))
         for _ in range(turns):  # of the loop: a connection is let in over several of them

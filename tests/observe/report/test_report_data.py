@@ -23,7 +23,7 @@ from culm.observe.step_metrics import StepMetrics
 from culm.testing import Faults
 
 
-def test_a_run_that_is_done_is_what_its_summary_says() -> None:
+def test_the_state_of_a_completed_run_is_that_of_its_summary() -> None:
     found = build_report_data(contents())
     assert (found.state, found.steps, found.steps_requested, found.samples) == ("done", 10, 10, 80)
     assert found.every_sample_once
@@ -34,7 +34,7 @@ def test_a_run_that_is_done_is_what_its_summary_says() -> None:
     assert found.checkpoints == ((5.0, 4, 1000),)
 
 
-def test_a_run_that_goes_on_is_judged_by_its_lines() -> None:
+def test_the_state_of_a_running_run_follows_from_its_lines() -> None:
     found = build_report_data(contents(summary=None, steps=steps(6), events=EVENTS, idle_s=1.0))
     assert (found.state, found.steps, found.samples, found.preemptions) == ("running", 6, 48, 1)
     assert found.every_sample_once
@@ -47,7 +47,7 @@ def test_a_run_that_goes_on_is_judged_by_its_lines() -> None:
     ).every_sample_once
 
 
-def test_a_run_of_which_nothing_is_heard_any_more_was_cut_off() -> None:
+def test_a_run_without_new_lines_was_cut_off() -> None:
     silent = contents(summary=None, steps=steps(6), events=EVENTS, idle_s=61.0)
     assert build_report_data(silent).state == "cut off"
     slow = [replace_t(step, 60.0 * step.step) for step in steps(6)]
@@ -85,14 +85,14 @@ def test_files_that_are_missing_leave_gaps_and_no_errors() -> None:
 
 
 def test_nodes_are_there_from_joining_to_their_loss_and_in_which_slots() -> None:
-    stays = {stay.node: stay for stay in build_report_data(contents()).node_presences}
-    assert (stays["2"].came, stays["2"].gone, stays["2"].how) == (0.2, 4.6, "lost")
-    assert stays["2"].posts == ((0.3, 4.6, "2.0"),)
-    assert stays["0"].posts == ((0.3, 10.6, "0.0"),)
-    assert stays["1"].notices == (7.0,)
-    assert (stays["3"].posts, stays["3"].gone) == ((), None)
+    presences = {presence.node: presence for presence in build_report_data(contents()).node_presences}
+    assert (presences["2"].joined_at, presences["2"].ended_at, presences["2"].end_reason) == (0.2, 4.6, "lost")
+    assert presences["2"].assignments == ((0.3, 4.6, "2.0"),)
+    assert presences["0"].assignments == ((0.3, 10.6, "0.0"),)
+    assert presences["1"].notices == (7.0,)
+    assert (presences["3"].assignments, presences["3"].ended_at) == ((), None)
     kinds = [mark.kind for mark in build_report_data(contents()).marks]
-    assert kinds == ["lost", "recovered", "came", "notice"]
+    assert kinds == ["lost", "recovered", "joined", "notice"]
 
 
 def test_a_node_with_several_workers_has_several_slots() -> None:
@@ -102,7 +102,7 @@ def test_a_node_with_several_workers_has_several_slots() -> None:
         {"t": 0.3, "kind": "epoch", "number": 1, "members": [0, 0, 1, 1], "slots": ["0.0", "0.1", "1.0", "1.1"]},
     ]
     found = build_report_data(RunContents(events=events))
-    assert {stay.node: [slot for *_, slot in stay.posts] for stay in found.node_presences} == {
+    assert {presence.node: [slot for *_, slot in presence.assignments] for presence in found.node_presences} == {
         "0": ["0.0, 0.1"],
         "1": ["1.0, 1.1"],
     }
@@ -118,7 +118,7 @@ def test_a_resumed_run_is_one_run_on_one_axis() -> None:
     assert [point.t for point in found.loss_curve] == sorted(point.t for point in found.loss_curve)
     assert found.loss_curve[6].t == pytest.approx(7.0 + 1.5)
     assert found.samples == 16
-    assert [stay.node for stay in found.node_presences if stay.gone is None] == ["0"]
+    assert [presence.node for presence in found.node_presences if presence.ended_at is None] == ["0"]
 
 
 def test_events_are_sentences_and_unknown_ones_their_fields() -> None:
@@ -131,7 +131,7 @@ def test_events_are_sentences_and_unknown_ones_their_fields() -> None:
     assert event_sentence(graph) == "the run begins: cora, gcn, pipe, up to epoch 9"
 
 
-def test_what_several_say_for_one_reason_is_told_once() -> None:
+def test_equal_reports_of_several_nodes_are_shown_once() -> None:
     doubts = [{"t": 4.6, "kind": "suspected", "node": node, "why": "it broke"} for node in (0, 1, 1)]
     told = [h.text for h in build_report_data(contents(events=[*EVENTS[:9], *doubts])).event_lines]
     assert told[-1] == "node 0, 1 cannot reach a peer"
@@ -180,8 +180,13 @@ def test_a_real_folder_is_read_whatever_became_of_its_run(tmp_path: Path) -> Non
     found = build_report_data(RunFolderReader(out).read())
     assert (found.state, found.steps, found.preemptions, found.every_sample_once) == ("done", 6, 1, True)
     assert found.summary["weights_sha256"] == made.weights_sha256
-    assert [stay.node for stay in found.node_presences if stay.how == "lost"] == ["3"]
-    assert {slot for stay in found.node_presences for *_, slot in stay.posts} >= {"0.0", "0.1", "1.0", "1.1"}
+    assert [presence.node for presence in found.node_presences if presence.end_reason == "lost"] == ["3"]
+    assert {slot for presence in found.node_presences for *_, slot in presence.assignments} >= {
+        "0.0",
+        "0.1",
+        "1.0",
+        "1.1",
+    }
     assert len(found.recoveries) == 1
     cut = str(tmp_path / "cut")
     run_until_killed(cut, after=3, checkpoint_every=2)

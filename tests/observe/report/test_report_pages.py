@@ -71,7 +71,7 @@ def test_the_page_of_a_run_says_first_what_matters_most() -> None:
     assert {"recoveries", "split", "happened", "details"} <= set(ids(view))
     assert "now " not in said.partition("exact")[0]
     marked = {trace["name"] for trace in charts(view)["pace"]["data"]}
-    assert marked == {"pace", "goodput so far", "lost", "recovered", "came", "notice"}
+    assert marked == {"pace", "goodput so far", "lost", "recovered", "joined", "notice"}
     kinds = [trace["name"] for trace in charts(view)["timeline"]["data"]]
     assert kinds[0] == "forward (F)"
     assert len(kinds) == 6
@@ -84,7 +84,7 @@ def test_a_verified_run_says_how_many_steps_were_retrained() -> None:
     assert "Verified" not in words(layout_run(build_report_data(contents()), TRACE))
 
 
-def test_a_run_that_failed_says_so_above_everything_else_and_what_is_saved() -> None:
+def test_the_page_of_a_failed_run_begins_with_the_error_and_what_is_saved() -> None:
     end = {"t": 8.0, "kind": "failed", "error": "NodeLost", "message": "node 1 is gone"}
     view = layout_run(build_report_data(contents(summary=None, events=[*EVENTS, end], damaged_lines=2)))
     assert ids(view)[1] == "alarm"
@@ -140,7 +140,7 @@ def test_a_page_of_a_long_run_is_no_larger_than_what_can_be_seen() -> None:
     gone = [{"t": 100 + 0.1 * n, "kind": "lost", "node": n, "step": n} for n in range(4, 900)]
     view = layout_run(build_report_data(contents(steps=long, events=[*EVENTS, *came, *gone])))
     assert len(view.data) < 400_000
-    assert "The last 120 of 1000 that came." in words(view)
+    assert "The last 120 of 1000 that joined." in words(view)
     assert max(charts(view)["crowd"]["data"][0]["y"]) == 999
 
 
@@ -171,7 +171,7 @@ def graph_run(**changes: Any) -> ReportData:
     return build_report_data(RunContents(**{**told, **changes}))
 
 
-def test_a_graph_run_has_epochs_accuracies_queues_and_how_it_stands() -> None:
+def test_the_page_of_a_graph_run_has_epochs_accuracies_queues_and_state() -> None:
     view = layout_run(graph_run())
     assert {"accuracy", "tasks", "workers", "spread", "nodes"} <= set(charts(view))
     said = words(view)
@@ -231,7 +231,7 @@ def odd_step(step: int, t: float, loss: object, value: object) -> StepMetrics:
     st.one_of(st.none(), st.dictionaries(st.sampled_from([*SUMMARY, "epochs", "memory", "of_ideal"]), VALUES)),
     st.booleans(),
 )
-def test_nothing_that_stands_in_the_files_of_a_run_is_too_odd_for_a_page(
+def test_any_content_of_the_files_of_a_run_can_be_shown(
     events: list[Any], lines: list[StepMetrics], summary: dict[str, Any] | None, live: bool
 ) -> None:
     """Whoever wrote them: an older version, another program, a disk that was full."""

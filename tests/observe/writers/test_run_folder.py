@@ -60,7 +60,7 @@ def test_a_new_run_begins_its_files_anew(out: str) -> None:
     assert len(lines(out, "events.jsonl")) == 1
 
 
-def test_a_resumed_run_goes_on_and_steps_that_are_redone_stand_there_once(out: str) -> None:
+def test_a_resumed_run_continues_and_redone_steps_are_listed_once(out: str) -> None:
     write(out, 0, 1, 2, 3, 4)
     write(out, 3, 4, 5, resumed_at=3)
     assert steps(out) == [0, 1, 2, 3, 4, 5]
@@ -162,9 +162,9 @@ def test_a_full_disk_is_one_sentence_and_a_line_can_be_written_when_there_is_roo
     assert steps(str(tmp_path)) == [0]
 
 
-def test_a_folder_that_can_not_be_made_is_one_sentence(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match="a file exists where a folder is needed"):
+    with pytest.raises(RunError, match="a part of the path is a file, not a folder"):
         RunFolder(str(tmp_path / "file" / "run")).open()
 
 
@@ -177,7 +177,7 @@ def test_a_summary_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
 
 
-def test_a_folder_that_something_lies_in_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_empty_is_refused(tmp_path: Path) -> None:
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "summary.json").write_text("{}")
     (tmp_path / "file").write_text("")
@@ -194,18 +194,18 @@ def test_a_folder_that_something_lies_in_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["nosuch://x/y", "memory://run"])
-def test_a_place_that_nodes_can_not_reach_is_refused_before_anything_starts(place: str) -> None:
+def test_a_place_that_nodes_cannot_reach_is_refused_before_anything_starts(place: str) -> None:
     with pytest.raises(UsageError, match=f"--out '{place}' "):
         check_folder_empty(place)
 
 
 @pytest.mark.parametrize("place", ["http://127.0.0.1:1/run", "simplecache::http://127.0.0.1:1/run"])
-def test_a_url_that_can_not_be_written_is_refused_before_anything_starts(place: str) -> None:
+def test_a_url_that_cannot_be_written_is_refused_before_anything_starts(place: str) -> None:
     with pytest.raises(UsageError, match=f"--out '{place}' cannot be "):
         create_run_folder(place)
 
 
-def test_a_folder_below_the_home_is_one_place_for_everybody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_below_the_home_is_the_same_for_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     create_run_folder("~/run")
     folder = RunFolder("~/run")

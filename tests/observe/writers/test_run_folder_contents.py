@@ -176,7 +176,7 @@ def test_a_run_that_failed_says_so_in_its_events_and_has_no_summary(out: str) ->
         text(out, "summary.json")
 
 
-def test_a_resumed_run_goes_on_in_its_folder_and_redone_steps_stand_there_once(out: str) -> None:
+def test_a_resumed_run_continues_in_its_folder_and_redone_steps_are_listed_once(out: str) -> None:
     """The first part ran past its checkpoint of step 2: its lines for the steps after that are not what was learned."""
     run_until_killed(out, after=3, checkpoint_every=2)
     assert [line["step"] for line in lines(out, "steps.jsonl")] == [0, 1, 2, 3]

@@ -137,7 +137,7 @@ def test_a_run_without_writers_starts_no_threads(monkeypatch: pytest.MonkeyPatch
         ("prometheus", "--writer prometheus writes into the run folder: add --out, as in --out runs/a"),
     ],
 )
-def test_a_writer_that_can_not_be_had_is_refused_before_the_run(name: str, sentence: str) -> None:
+def test_a_writer_that_cannot_be_created_is_refused_before_the_run(name: str, sentence: str) -> None:
     with pytest.raises(UsageError) as error:
         simulate(job(), stages=2, writers=(name,))
     assert str(error.value).startswith(sentence)

@@ -116,7 +116,7 @@ def test_a_missing_file_and_a_missing_folder_are_plan_errors(tmp_path: Path, pro
         profile.save(tmp_path / "none" / "profile.json")
 
 
-def test_a_profile_that_can_not_be_written_leaves_the_old_one(tmp_path: Path, profile: Profile) -> None:
+def test_a_profile_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, profile: Profile) -> None:
     (tmp_path / "profile.json").mkdir()
     with pytest.raises(PlanError, match="could not be written"):
         profile.save(tmp_path / "profile.json")

@@ -79,7 +79,7 @@ def test_every_stage_is_run_by_workers_that_hold_it_and_by_all_of_its_own(given:
 
 
 @given(surviving_clusters())
-def test_a_copy_lies_beside_the_runners_and_hears_from_one_of_them(given: SurvivingCluster) -> None:
+def test_a_shadow_replica_is_not_on_a_runner_of_its_stage_and_has_one_as_its_source(given: SurvivingCluster) -> None:
     layout = assign_roles(given)
     copies = [(replica.slot, replica.stage) for replica in layout.shadows]
     assert len(copies) == len(set(copies))
@@ -109,7 +109,7 @@ def test_a_micro_batch_is_at_home_with_a_runner_of_its_stage(given: SurvivingClu
 
 
 @given(surviving_clusters())
-def test_who_stands_in_goes_on_doing_so_when_nobody_more_is_lost(given: SurvivingCluster) -> None:
+def test_a_stand_in_stays_while_no_further_node_is_lost(given: SurvivingCluster) -> None:
     """A connection that broke is no reason to move anything."""
     first = assign_roles(given)
     again = assign_roles(
@@ -161,7 +161,7 @@ def test_peers_first_and_a_new_copy_where_a_stage_would_have_one_holder() -> Non
     assert layout.shadows[0].slot != 1
 
 
-def test_a_stage_that_nobody_holds_is_named() -> None:
+def test_a_stage_without_a_holder_is_named() -> None:
     assert stages_without_holder(surviving_cluster(PLAN, "reroute", {1, 4})) == [1]
     assert stages_without_holder(surviving_cluster(PLAN, "shadow", {1, 4})) == []
     assert stages_without_holder(surviving_cluster(PLAN, "shadow", {0, 1, 3, 4})) == [1]
@@ -203,7 +203,7 @@ def two_lost() -> SurvivingCluster:
     return replace(hurt, costs=Costs(forward=(1.0, 1.1, 1.1), input=(1.0, 1.1, 1.1), weight=(0.01, 0.01, 0.01)))
 
 
-def test_a_stage_that_somebody_is_to_leave_gets_a_copy_before_if_one_holder_would_be_left() -> None:
+def test_a_stage_that_a_worker_will_leave_is_copied_first_if_one_holder_would_remain() -> None:
     layout = assign_roles(two_lost())
     (mover,) = [replica for replica in layout.shadows if replica.moves_worker]
     assert (mover.slot, mover.stage, mover.needs_copy) == (3, 2, True)
@@ -214,7 +214,7 @@ def test_a_stage_that_somebody_is_to_leave_gets_a_copy_before_if_one_holder_woul
     assert copies[0] not in (0, 3)
 
 
-def test_who_has_the_copy_that_it_is_to_move_to_is_still_to_move() -> None:
+def test_a_worker_with_the_copy_of_its_next_stage_still_moves() -> None:
     """It could not leave its stage when the epoch began: it does when the stage has holders enough."""
     hurt = two_lost()
     layout = assign_roles(replace(hurt, held_stages={**hurt.held_stages, 3: frozenset({0, 2})}))

@@ -55,6 +55,11 @@ def test_the_best_has_the_most_goodput_up_to_two_percent_and_the_others_follow()
     assert [row.goodput for row in others] == sorted((row.goodput for row in others), reverse=True)
 
 
+def test_a_strategy_without_an_estimate_is_refused_by_name() -> None:
+    with pytest.raises(PlanError, match="--strategy none gives no estimate for the shapes that fit on box"):
+        find_rental_options(replace(QUERY, strategies=(get("none"),)), INSTANCE)
+
+
 def test_a_shape_appears_once() -> None:
     shapes = [row.shape for row in find_rental_options(QUERY, INSTANCE).table]
     assert len(shapes) == len(set(shapes))
@@ -102,7 +107,7 @@ def test_nodes_with_several_accelerators_are_paid_once() -> None:
         ({"stages": 1}, INSTANCE, "a pipeline of 1 stage needs more for activations in flight: use another depth"),
     ],
 )
-def test_what_can_not_be_had_is_refused_with_the_nearest_that_can(
+def test_an_impossible_query_is_refused_with_the_nearest_choice(
     change: dict[str, object], node: InstanceOffer, sentence: str
 ) -> None:
     with pytest.raises(PlanError) as error:
@@ -122,7 +127,7 @@ def test_what_can_not_be_had_is_refused_with_the_nearest_that_can(
         ({"stages": 0}, "stages is 0"),
     ],
 )
-def test_a_wish_that_makes_no_sense_is_refused(change: dict[str, object], sentence: str) -> None:
+def test_an_invalid_query_is_refused(change: dict[str, object], sentence: str) -> None:
     with pytest.raises(PlanError, match=sentence.replace(".", r"\.")):
         replace(QUERY, **change)  # type: ignore[arg-type]
 
@@ -182,7 +187,7 @@ def test_one_pipeline_has_no_peers_and_one_stage_no_shadow() -> None:
 
 
 @pytest.mark.parametrize("field", ["preemption_rate", "mean_group_size", "replace_s", "storage_bandwidth"])
-def test_a_risk_that_makes_no_sense_is_refused(field: str) -> None:
+def test_an_invalid_risk_is_refused(field: str) -> None:
     with pytest.raises(PlanError, match=f"Risk.{field} is -1"):
         PreemptionRisk(**{field: -1.0})
 

@@ -78,7 +78,7 @@ def test_half_speed_costs_half_a_worker() -> None:
 
 
 @given(st.dictionaries(st.sampled_from(range(D * P)), st.floats(1.1, 50), max_size=3))
-def test_every_micro_batch_keeps_one_runner_and_nobody_gets_more_than_before(factors: dict[int, float]) -> None:
+def test_every_micro_batch_keeps_one_runner_and_no_worker_gets_more_than_before(factors: dict[int, float]) -> None:
     shared = share_micro_batches(PLAN, RUNNERS, HOMES, factors)
     assert shared.keys() == HOMES.keys()
     assert all(slot in RUNNERS[g] for (g, _), slot in shared.items())

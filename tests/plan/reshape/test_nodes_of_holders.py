@@ -89,7 +89,7 @@ def test_a_pipeline_runs_through_the_workers_of_a_node_first(D: int, P: int, K: 
 
 
 @given(clusters(), st.sampled_from(["shadow", "shadow-lazy"]))
-def test_a_shadow_lives_on_another_node_than_what_it_shadows(
+def test_a_shadow_is_on_another_node_than_the_worker_it_shadows(
     cluster: tuple[int, int, dict[int, WorkerPlace]], strategy: str
 ) -> None:
     D, P, places = cluster

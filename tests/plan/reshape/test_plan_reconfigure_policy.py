@@ -84,7 +84,7 @@ def test_nothing_changes_shortly_before_the_next_loss() -> None:
     decision, why = decide_by_cost(state, reconfigure_costs(STEP_S_BY_LAYOUT, 5), 1000.0)
     assert decision.kind == "stay"
     assert decision.node_by_slot == {slot: node for slot, node in state.node_by_slot.items() if slot != Slot(1, 2)}
-    assert why.startswith("stay to 3 x 4 less 1")
+    assert why.startswith("the present 3 x 4 with 1 empty slot trains ")
 
 
 def test_uneven_pipelines_are_built_if_the_gain_exceeds_the_cost_of_moving_layers() -> None:

@@ -105,7 +105,7 @@ def test_predictions_are_as_far_off_as_that_of_the_running_plan_was() -> None:
 
 
 @pytest.mark.parametrize(("calm", "until"), [(60.0, 60.0), (math.inf, 600.0)])
-def test_it_looks_as_far_as_the_next_loss_or_the_end(calm: float, until: float) -> None:
+def test_the_horizon_is_the_next_loss_or_the_end(calm: float, until: float) -> None:
     ahead = estimate_reshape_costs(
         STATE_WITH_EMPTY_SLOT,
         reshape_options(STATE_WITH_EMPTY_SLOT, REROUTE_LIMITS),

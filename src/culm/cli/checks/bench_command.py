@@ -51,7 +51,7 @@ def bench(
     ] = None,
     device: Annotated[str, typer.Option(help="gpu: cuda (the default), or cpu to try the bench itself.")] = "",
     json_: Annotated[bool, typer.Option("--json", help="Print the figures as JSON; all else goes to stderr.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Measure culm on this machine. Needs the source tree, which contains the benchmarks."""
     with report_errors(debug=debug):

@@ -25,14 +25,16 @@ def chaos(
     seeds: Annotated[int | None, typer.Option(help="How many seeds to try; default: 200.")] = None,
     first: Annotated[int | None, typer.Option(help="The first of them; default: 0.")] = None,
     seed: Annotated[int | None, typer.Option(help="Replay one seed and print its history.")] = None,
-    strategy: Annotated[list[str] | None, typer.Option(help="Use only this strategy; repeatable.")] = None,
+    strategy: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Use only this strategy; repeatable.")
+    ] = None,
     changing: Annotated[bool, typer.Option("--changing", help="Only runs whose shape changes on the way.")] = False,
     workers_per_node: Annotated[
         int | None,
         typer.Option(help="Workers of each node, which are lost together: 1, 2 or 3; default: drawn, mostly 1."),
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the result as JSON; all else goes to stderr.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Inject random faults into simulated clusters, and check that each run learns what one process would."""
     with report_errors(debug=debug):
@@ -122,7 +124,7 @@ def _table(result: Mapping[str, Any]) -> Table:
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
     for name, counts in result["covered"].items():
-        table.add_row(name, ", ".join(f"{what} {count}" for what, count in counts.items()))
+        table.add_row(name, ", ".join(f"{what}: {count}" for what, count in counts.items()))
     return table
 
 

@@ -75,7 +75,9 @@ def doctor(
                 found.append(finding)
                 console.print(_result_line(finding), soft_wrap=True)
         fit = all(finding.state != "broken" for finding in found)
-        console.print("fit for culm" if fit else "NOT fit for culm: fix what is marked BAD above")
+        console.print(
+            "this machine can run culm" if fit else "this machine can NOT run culm: fix what is marked BAD above"
+        )
         if json_:
             print(json.dumps({"fit": fit, "findings": [finding._asdict() for finding in found]}))
         if not fit:

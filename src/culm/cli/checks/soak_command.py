@@ -27,7 +27,7 @@ def soak(
         str | None, typer.Option(metavar="FOLDER", help="Keep the files of the run and the plot soak.svg here.")
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the result as JSON; all else goes to stderr.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Kill and stop the processes of a run of eight nodes, break its storage and flip bits; check what it has learned,
     and that its processes do not grow."""

@@ -36,7 +36,7 @@ def dash(
     etcd_key: EtcdKey = None,
     etcd_insecure: EtcdInsecure = False,
     secret_file: SecretFile = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Serve a live page of a run to browsers on this machine, and its figures to Prometheus under /metrics."""
     with report_errors(debug=debug):
@@ -83,7 +83,7 @@ async def _serve_until_signal(opened: contextlib.AbstractAsyncContextManager[Cac
 
     async with opened as window, serve_page(window, host=host, port=port) as address:
         if not is_loopback(host):
-            _print_line(f"everybody who can reach {host} can read this page")
+            _print_line(f"anyone who can reach {host} can read this page")
         _print_line(f"the run is shown at {address}")
         await asyncio.Event().wait()
 

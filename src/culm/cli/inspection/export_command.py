@@ -19,7 +19,7 @@ def export(
     ema: Annotated[bool, typer.Option("--ema", help="The averaged weights of Job.ema.")] = False,
     dcp: Annotated[bool, typer.Option("--dcp", help="Write a folder of torch.distributed.checkpoint.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Write parameters and buffers of a checkpoint to one file, named as in torch.nn.Sequential(*layers).
 

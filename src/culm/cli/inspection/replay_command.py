@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def replay(
     folder: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run.")],
     json_: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Repeat the decisions of a run's leaders from their recorded inputs, or show the first difference.
 

@@ -25,7 +25,7 @@ def report(
         str | None, typer.Option(metavar="FILE", help="Default: report.html in the folder; of several runs: here.")
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the facts as JSON; no file without --out.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Write a report of one run, or of several side by side: one HTML file with everything in it."""
     with report_errors(debug=debug):
@@ -65,16 +65,16 @@ def _run_json(run: ReportData) -> dict[str, Any]:
     )  # fmt: skip
     return {
         **{name: getattr(run, name) for name in names},
-        "asked": run.steps_requested,
-        "there": run.nodes_present,
-        "damaged": run.damaged_lines,
+        "steps_requested": run.steps_requested,
+        "nodes_present": run.nodes_present,
+        "damaged_lines": run.damaged_lines,
         "values": dict(run.values),
         "every_sample_once": run.every_sample_once,
         "proof": run.proof,
         "recoveries": [recovery._asdict() for recovery in run.recoveries],
-        "nodes": [stay._asdict() for stay in run.node_presences],
+        "nodes": [presence._asdict() for presence in run.node_presences],
         "checkpoints": [{"t": t, "step": step, "bytes": size} for t, step, size in run.checkpoints],
-        "happened": [happened._asdict() for happened in run.event_lines],
+        "events": [line._asdict() for line in run.event_lines],
         "summary": dict(run.summary),
     }
 

@@ -38,7 +38,7 @@ def verify(
         str | None, typer.Option("--job", metavar="FILE[:function]", help="The job; default: as recorded in RUN.")
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the result as JSON; all else goes to stderr.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Retrain a run between its checkpoints in one process and compare all weights and optimizer states.
 

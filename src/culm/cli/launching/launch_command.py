@@ -344,6 +344,6 @@ def _manifest(provider: MachineProvider, order: LaunchOrder, one: MachineRequest
 def _ask(count: int, on: str) -> None:
     """Ask whether to spend money. Raises UsageError if the answer is not yes."""
     if not sys.stdin.isatty():
-        raise UsageError(f"--on {on} costs money, and nobody can be asked: add --yes")
+        raise UsageError(f"--on {on} costs money, and there is no terminal to ask on: add --yes")
     if not typer.confirm(f"start {count} machines on {on}?", default=False):
         raise UsageError("nothing was started")

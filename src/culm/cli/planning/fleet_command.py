@@ -65,7 +65,7 @@ class FleetRequest:
     recompute: bool
     preemption_rate: float
     on_demand: bool
-    """Only on-demand prices."""
+    """Whether only on-demand prices are used."""
     strategies: Sequence[Strategy]
     schedule: str
     pipelines: int | None

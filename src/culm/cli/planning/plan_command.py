@@ -76,7 +76,8 @@ def plan(
         str | None, typer.Option(help="planned, 1f1b, zb, gpipe or auto; default: as culm run.")
     ] = None,
     strategy: Annotated[
-        list[str] | None, typer.Option(help="Consider only this strategy: a name or module:Class; repeatable.")
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Consider only this strategy: a name or module:Class; repeatable."),
     ] = None,
     prices: Annotated[Path | None, typer.Option(metavar="CSV", help="Your own prices.")] = None,
     on: Annotated[str | None, typer.Option(metavar="DATE", help="Prices of a day, such as 2022-06-30.")] = None,
@@ -97,7 +98,7 @@ def plan(
         str | None, typer.Option(metavar="FILE", help="Write the plan: .toml for culm simulate, else as text.")
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Choose what to rent for a model, or plan a step of a D x P shape with failed slots."""
     with report_errors(debug=debug):

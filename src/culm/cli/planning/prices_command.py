@@ -43,7 +43,7 @@ def prices(
     catalogue: Annotated[Path | None, typer.Option("--prices", metavar="CSV", help="Your own prices.")] = None,
     on: Annotated[str | None, typer.Option(metavar="DATE", help="Prices of a day, such as 2022-06-30.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """List instances by the price of a GPU hour, with spot discount, zone spread, date and source."""
     if context.invoked_subcommand is not None:
@@ -73,7 +73,7 @@ def update(
         str | None, typer.Option("--date", help="Date of the prices; default: the file's date, or today for a URL.")
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Read prices from a SkyPilot catalogue into a CSV file for --prices. Instances it names are replaced there."""
     with report_errors(debug=debug):

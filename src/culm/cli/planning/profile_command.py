@@ -28,7 +28,7 @@ def profile(
     out: Annotated[str | None, typer.Option(metavar="FILE", help="Write the profile, for culm run --profile.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Replaces Job.FIELD.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the profile as JSON; all else goes to stderr.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Measure the time and memory of each layer of a job, one after the other in this process."""
     with report_errors(debug=debug):

@@ -27,7 +27,7 @@ def schedule(
     perfetto_file: Annotated[
         str | None, typer.Option("--perfetto", metavar="FILE", help="Write a trace for ui.perfetto.dev.")
     ] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Draw a schedule: one row for each worker, one column for each unit of time."""
     with report_errors(debug=debug):

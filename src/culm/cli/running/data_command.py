@@ -26,7 +26,7 @@ def tokenize(
     field: Annotated[str, typer.Option(help="The field with the text in each line of a JSONL file.")] = "text",
     processes: Annotated[int | None, typer.Option(help="Processes; default: one per core.", min=1)] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Tokenize files into one token file for culm.data.Tokens. The result does not depend on the processes."""
     with report_errors(debug=debug):

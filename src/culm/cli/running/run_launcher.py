@@ -62,7 +62,7 @@ def launch_detached(
     error that ended it before that, and Interrupted after a signal."""
     with contextlib.closing(display):
         display.show_progress("importing torch and the job", 0, 0)
-        none = subprocess.DEVNULL  # whoever reads the output of this command must not wait for the run
+        none = subprocess.DEVNULL  # a reader of this command's output must not wait for the run
         with SupervisorClient(stdout=none, stderr=none, captures_output=True) as supervisor:
             message = _start_message(source, resources, detached=True, launch=launch)
             starting = supervisor.start_detached(message, display)

@@ -60,14 +60,15 @@ def simulate(
         int | None, typer.Option(min=1, help="Nodes (instances) to train on, in the shape that culm plan chooses.")
     ] = None,
     schedule: Annotated[
-        str | None, typer.Option(help="Of all strategies: planned, 1f1b, zb, gpipe or auto; default: as culm run.")
+        str | None,
+        typer.Option(help="Schedule of all strategies: planned, 1f1b, zb, gpipe or auto; default: as culm run."),
     ] = None,
     as_published: Annotated[
         bool, typer.Option("--as-published", help="Published systems run 1F1B, as in their papers.")
     ] = False,
     trace: Annotated[Path | None, typer.Option(metavar="FILE", help="A market trace: when machines exist.")] = None,
     market: Annotated[
-        str | None, typer.Option(help="... or a random market: rate=0.10,group=2.1,zones=3; or p3, g4dn.")
+        str | None, typer.Option(help="A random market instead of a trace: rate=0.10,group=2.1,zones=3; or p3, g4dn.")
     ] = None,
     hours: Annotated[float | None, typer.Option(help="Duration; default: that of the trace, or 24.")] = None,
     strategy: Annotated[str, typer.Option(help="A strategy, several separated by commas, or all.")] = "all",
@@ -82,9 +83,10 @@ def simulate(
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Cost of a disturbance; repeatable.")
     ] = None,
     deadline: Annotated[
-        str | None, typer.Option(metavar="TIME", help="How often is it kept, and at what cost? As 48h or 3d.")
+        str | None,
+        typer.Option(metavar="TIME", help="Show how often this deadline is kept, and at what cost; as 48h or 3d."),
     ] = None,
-    budget: Annotated[str | None, typer.Option(metavar="USD", help="... and the budget, in dollars?")] = None,
+    budget: Annotated[str | None, typer.Option(metavar="USD", help="Show how often this budget is kept, too.")] = None,
     samples: Annotated[
         str | None, typer.Option(help="Work for --deadline, as 20M; default: 2/3 of what fits into it.")
     ] = None,
@@ -95,7 +97,7 @@ def simulate(
     paper: Annotated[str | None, typer.Option(help="Reproduce a published table.")] = None,
     traces: Annotated[Path | None, typer.Option(metavar="DIR", help="Published traces, for --paper.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Compare strategies in simulation: goodput, where the time goes, and what it costs."""
     with report_errors(debug=debug):
@@ -408,7 +410,7 @@ def _print_outcomes(
     outcomes: dict[str, StrategyOutcome], workload: Workload, market_traces: list[MarketTrace], priced: dict[str, Any]
 ) -> None:
     table = Table(
-        "strategy", "samples/s", "of calm", "of ideal", "$/h", "value", "$ per million", "training", "lost work",
+        "strategy", "samples/s", "loss-free", "of ideal", "$/h", "value", "$ per million", "training", "lost work",
         "rollbacks", box=box.SIMPLE, pad_edge=False,
     )  # fmt: skip
     for outcome in _by_cost(outcomes.values()):
@@ -418,28 +420,32 @@ def _print_outcomes(
     print(_schedule_line(workload))
     print(
         f"{workload.name}, {workload.pipelines} x {workload.stages} on {count_noun(workload.nodes, 'node')} with "
-        f"{count_noun(workload.workers_per_node, 'worker')} each, {first.span_s / HOUR:.1f} h of {first.source}"
+        f"{count_noun(workload.workers_per_node, 'worker')} each, {first.span_s / HOUR:.1f} h of {_market_words(first)}"
         f"{f' ({runs} seeds)' if runs > 1 else ''}; {priced['instance']} at ${priced['spot']:g}/h spot, "
         f"${priced['on_demand']:g}/h on demand, as of {priced['as_of']} ({priced['source']})"
     )
     margin = "±: 95 % interval of the mean over the seeds; " if runs > 1 else ""
     print(
-        f"{margin}of calm: share of the samples/s without losses; of ideal: without losses, bubbles and messages; "
+        f"{margin}loss-free: share of the samples/s without losses; of ideal: without losses, bubbles and messages; "
         "value: samples/s per $/h"
     )
     for outcome in outcomes.values():
         if outcome.changes_training:
-            print(f"{outcome.name} loses samples: it changes what is learned")
+            print(f"{outcome.name} leaves samples out, which changes training")
+
+
+def _market_words(trace: MarketTrace) -> str:
+    return "a generated market" if trace.source == "generated" else trace.source
 
 
 def _schedule_line(workload: Workload) -> str:
-    """What the schedule is worth without losses: the strategies differ only in what they make of losses."""
+    """What the schedule is worth without losses: the strategies differ only in how they respond to losses."""
     speeds = {name: workload.samples / workload.failure_free_step_s(name) for name in _COMPARED_SCHEDULES}
     calm = workload.samples / workload.failure_free_step_s()
     others = ", ".join(
         f"{name} {speed:.4g} ({speed / calm - 1:+.1%})" for name, speed in speeds.items() if name != workload.schedule
     )
-    return f"calm: {calm:.4g} samples/s without losses, under the schedule {workload.schedule}; {others}"
+    return f"without losses: {calm:.4g} samples/s under the schedule {workload.schedule}; {others}"
 
 
 def _shares(outcome: StrategyOutcome, workload: Workload) -> dict[str, float]:

@@ -29,7 +29,7 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Market trac
 _File = Annotated[Path, typer.Argument(metavar="FILE", help="A market trace in any known format.")]
 _UnitOf = Annotated[str | None, typer.Option("--unit", help="Unit of times, if the guess is wrong: ms, s or h.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-_Debug = Annotated[bool, typer.Option("--debug", help="Show where an error came from.")]
+_Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 _Out = Annotated[Path | None, typer.Option("--out", help="Write to this file instead of stdout.")]
 
 

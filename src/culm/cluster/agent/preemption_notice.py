@@ -30,7 +30,7 @@ METADATA_URL = "http://169.254.169.254"
 AWS_METADATA_VARIABLE = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
 """Environment variable with another address of EC2's metadata service, as in the AWS SDKs."""
 NOTICE_FILE_VARIABLE = "CULM_NOTICE_FILE"
-"""Environment variable with a file to which whoever sends SIGTERM may write before how many seconds are left."""
+"""Environment variable with the name of a file, to which the sender of SIGTERM may first write the seconds left."""
 NOTICE_SOURCES = ("aws", "gcp", "azure", "none")
 WarningCallback = Callable[[str], None]
 

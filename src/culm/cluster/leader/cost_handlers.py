@@ -32,7 +32,7 @@ class CostHandlers:
         self.state = state
         self._published_at = -math.inf
         self._present: set[int] = set()
-        """Nodes whose key is in the store, as far as events told."""
+        """Nodes whose key is in the store, according to the events so far."""
         self._announced: dict[int, RentalTerms] = {}
         """What nodes cost that have not registered yet. Numbers of nodes are never used again."""
         self._at_risk = False

@@ -281,7 +281,7 @@ class EpochChange:
             state.emit(PrecomputePlans(inventories, committed, old))
 
     def _waits_for_holders(self, halt: EpochHalt, inventories: Mapping[int, WorkerInventory]) -> Flow[bool]:
-        """Whether the next epoch waits for lost nodes that may come back with layers that nobody else holds."""
+        """Whether the next epoch waits for lost nodes that may come back with layers that no other node holds."""
         setup = self.state.setup
         if (
             not (halt.lost_nodes or self.state.members.departed_nodes)
@@ -392,7 +392,7 @@ class EpochChange:
     def _slots_to_leave_out(
         self, slots: Mapping[int, int], inventories: Mapping[int, WorkerInventory]
     ) -> Flow[list[int]]:
-        """The slots of failing nodes. None if nobody else holds some layer, nor a checkpoint: then they repeat what
+        """The slots of failing nodes. None if a layer has no other holder and no checkpoint: then they repeat what
         failed."""
         failed, committed = self.worker_failures.slots(slots), self.state.ledger.next_step
         others = {slot: inventory for slot, inventory in inventories.items() if slot not in failed}

@@ -106,7 +106,7 @@ class JobFacts(msgspec.Struct, frozen=True):
 
 
 class EventTime:
-    """The time of the current event, and the times at which nodes were killed as far as events told them."""
+    """The time of the current event, and the times at which nodes were killed, where an event had one."""
 
     def __init__(self, now: float) -> None:
         self.now_s = now
@@ -392,7 +392,7 @@ class LeaderState:
                 part = messages.EpochPart(digest, group.workers, messages.encode(group.part), tuple(agents[1:]))
                 self.send(agents[0], messages.encode(part))
         if not (yield PublishEpoch(self.epoch.number, body, digest, is_large)):
-            raise RunError("another node leads this run: this one was taken for dead")
+            raise RunError("another node leads this run, because this one was declared lost")
         self.handlers.epoch_change.returning_nodes.begin_epoch(body)
         self.expect_heartbeats(self.epoch)
 

@@ -274,8 +274,8 @@ def assign_waiting_nodes(
     waiting: Sequence[Member],
     zones: Mapping[int, str] = NO_ZONES,
 ) -> dict[int, Member]:
-    """Assign slots to waiting workers. Slots whose stage nobody runs in their place come first, then those whose stage
-    has the fewest holders. Each slot goes to the worker whose node, and then whose zone, has the fewest holders of the
+    """Assign slots to waiting workers. Slots without a stand-in for their stage come first, then those whose stage has
+    the fewest holders. Each slot goes to the worker whose node, and then whose zone, has the fewest holders of the
     stage. If there are more workers than slots, the others keep waiting."""
     cluster = surviving_cluster(setup, inventories, committed, old, None)
     wanted = vacant_slots(cluster)

@@ -158,7 +158,7 @@ class ReturningNodes:
         return sorted(lost)
 
     def has_no_session(self, node: int) -> bool:
-        """Whether the leader waits for a node, or hears from it, that has no session."""
+        """Whether a node has no session, and the leader waits for it or receives its messages."""
         return node in self.awaited or node in self.without_session
 
     def forget(self, nodes: Iterable[int]) -> None:

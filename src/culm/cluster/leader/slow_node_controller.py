@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from culm.runtime.messages import StepReport
 
 REPLACE_WITHIN_S = 3600.0
-"""How long a slow node may take to hand over to the node that replaces it: it is not going away by itself."""
+"""How long a slow node may take to hand over to the node that replaces it: it has no deadline of its own."""
 
 
 class SlowNodeController:

@@ -1,4 +1,4 @@
-"""How the leader's snapshot lies in the store: progress under `record`, history under `history/0` or `history/1`.
+"""Layout of the leader's snapshot in the store: progress under `record`, history under `history/0` or `history/1`.
 
 The progress names the slot of its history and that history's checksum. A changed history goes to the other slot before
 the progress that names it: whenever a leader is lost, the progress in the store has its history.
@@ -32,7 +32,7 @@ class EncodedSnapshot(msgspec.Struct, frozen=True):
 
 
 class HistoryPlace(NamedTuple):
-    """Where a history lies."""
+    """Where a history is stored."""
 
     slot: int
     checksum: int
@@ -75,7 +75,7 @@ class StoredSnapshot:
 
 
 def history_place(progress: bytes) -> HistoryPlace:
-    """Where the history of a snapshot lies."""
+    """Where the history of a snapshot is stored."""
     return msgspec.msgpack.decode(_decode_fields(progress)["history"], type=HistoryPlace)
 
 

@@ -8,7 +8,7 @@ created empty and counts as missing until its first value is written, because th
 known before.
 
 Key names, sizes and times stay visible, and everyone with write access to etcd can delete keys: use etcd's users and
-TLS against that. Whoever controls etcd itself, or restores a backup of it, controls its counters as well.
+TLS against that. Anyone who controls etcd itself, or restores a backup of it, controls its counters as well.
 """
 
 from __future__ import annotations

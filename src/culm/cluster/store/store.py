@@ -227,7 +227,7 @@ class WatchCall(msgspec.Struct, frozen=True, tag="watch"):
 
 class UnwatchCall(msgspec.Struct, frozen=True, tag="unwatch"):
     call_id: int
-    """Of the watch to end."""
+    """Id of the watch call that ends."""
 
 
 class StoreReply(msgspec.Struct, frozen=True, tag="reply"):

@@ -1,7 +1,7 @@
 """The Launcher protocol: a back end that starts and ends elastic workers.
 
 A worker is stateless. It gets a ticket, connects with the run's token, pulls the inputs of its tasks, and may end at
-any moment. So a launcher transfers no tensors and knows nothing of tasks.
+any moment. So a launcher transfers no tensors and has no tasks.
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ class KubernetesMachines:
     async def down(self) -> None:
         jobs = await self._list("jobs")
         await self._delete([job["metadata"]["name"] for job in jobs], _RELEASE_GRACE_S)
-        for pod in await self._list("pods"):  # of Jobs that were deleted by somebody else
+        for pod in await self._list("pods"):  # of Jobs that another program or user has deleted
             await self._api.delete("pods", pod["metadata"]["name"], grace_s=_RELEASE_GRACE_S)
         await self._api.delete("secrets", object_name(self._launch))
 
@@ -188,7 +188,7 @@ class KubernetesMachines:
             await self._api.merge("secrets", object_name(spec.launch), change)
 
     async def _own_secret(self) -> None:
-        """Let Kubernetes remove the Secret with the last Job of the launch, should nobody else do it."""
+        """Let Kubernetes remove the Secret with the last Job of the launch, if `culm down` does not."""
         owners = [
             {"apiVersion": "batch/v1", "kind": "Job", "name": job["metadata"]["name"], "uid": job["metadata"]["uid"]}
             for job in await self._list("jobs")

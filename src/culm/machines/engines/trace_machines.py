@@ -117,7 +117,7 @@ class TraceMachines:
         await self._inner.release(ids)
 
     async def notices(self) -> AsyncIterator[MachineNotice]:
-        """Also takes the machines away: nobody else does."""
+        """Also ends machines at the times of the trace."""
         warned: set[str] = set()
         while True:
             await asyncio.sleep(_POLL_S)

@@ -21,7 +21,7 @@ MARK_STYLES = {
     "lost": ("#d64550", "triangle-down"),
     "left": ("#d98e2b", "triangle-down"),
     "notice": ("#d9b52b", "diamond"),
-    "came": ("#3a9d5d", "triangle-up"),
+    "joined": ("#3a9d5d", "triangle-up"),
     "recovered": ("#3a9d5d", "circle"),
     "reshaped": ("#8a63d2", "square"),
     "rewound": ("#8a63d2", "triangle-left"),
@@ -148,22 +148,25 @@ def add_marks(
 
 def node_chart(run: ReportData) -> PlotlyFigure | None:
     """A bar for each node while it was present, coloured by pipeline. None: there are no nodes."""
-    stays = run.node_presences[-MAX_NODE_ROWS:]
-    if not stays:
+    presences = run.node_presences[-MAX_NODE_ROWS:]
+    if not presences:
         return None
     rows = sorted(
-        {_escape_text(stay.node) for stay in stays}, key=lambda node: (len(node) if node.isdecimal() else 99, node)
+        {_escape_text(presence.node) for presence in presences},
+        key=lambda node: (len(node) if node.isdecimal() else 99, node),
     )
     bars: dict[str, list[tuple[float, float, str, str]]] = {}
-    for stay in stays:
-        end = run.last_event_t if stay.gone is None else stay.gone
-        bars.setdefault("no slot", []).append((stay.came, end, stay.node, f"node {stay.node}: there, without a slot"))
-        for a, b, slot in stay.posts:
+    for presence in presences:
+        end = run.last_event_t if presence.ended_at is None else presence.ended_at
+        bars.setdefault("no slot", []).append(
+            (presence.joined_at, end, presence.node, f"node {presence.node}: present, without a slot")
+        )
+        for a, b, slot in presence.assignments:
             name = f"pipeline {slot.partition('.')[0]}" if "." in slot else "in the epoch"
-            text = f"node {stay.node}: slot {slot}{_epoch_words(run, a, b)}"
-            bars.setdefault(name, []).append((a, b, stay.node, text))
+            text = f"node {presence.node}: slot {slot}{_epoch_words(run, a, b)}"
+            bars.setdefault(name, []).append((a, b, presence.node, text))
     if run.graph:
-        bars = {"there": [(a, b, node, text.partition(":")[0]) for a, b, node, text in bars["no slot"]]}
+        bars = {"present": [(a, b, node, text.partition(":")[0]) for a, b, node, text in bars["no slot"]]}
     names = sorted(bars, key=lambda name: (name.startswith("pipeline"), len(name), name))
     first = 0 if run.graph else -1
     colours = {
@@ -171,7 +174,7 @@ def node_chart(run: ReportData) -> PlotlyFigure | None:
         for i, name in enumerate(names, first)
     }
     found = [_bars(name, bars[name], colours[name]) for name in names]
-    found += _departure_markers(stays)
+    found += _departure_markers(presences)
     height = max(140, min(900, 110 + (24 if len(rows) <= 24 else 9) * len(rows)))
     made = figure(found, x=_TIME_AXIS, y="node", height=height)
     made["layout"] |= {"barmode": "overlay", "bargap": 0.25, "showlegend": True}
@@ -183,7 +186,8 @@ def node_chart(run: ReportData) -> PlotlyFigure | None:
 def node_count_chart(run: ReportData) -> PlotlyFigure:
     """The number of nodes over time."""
     moments = sorted(
-        [(s.came, 1) for s in run.node_presences] + [(s.gone, -1) for s in run.node_presences if s.gone is not None]
+        [(p.joined_at, 1) for p in run.node_presences]
+        + [(p.ended_at, -1) for p in run.node_presences if p.ended_at is not None]
     )
     totals = list(accumulate(change for _, change in moments))
     x = [t for t, _ in moments] + [run.last_event_t]
@@ -219,13 +223,13 @@ def _bars(name: str, bars: Sequence[tuple[float, float, str, str]], colour: str)
     }
 
 
-def _departure_markers(stays: Sequence[Any]) -> list[PlotlyFigure]:
+def _departure_markers(presences: Sequence[Any]) -> list[PlotlyFigure]:
     """Markers for nodes that were lost, left, or had notice."""
     found = []
     for kind in ("lost", "left"):
-        gone = [(stay.gone, stay.node) for stay in stays if stay.how == kind]
-        found.append(_markers(kind, gone))
-    found.append(_markers("notice", [(t, stay.node) for stay in stays for t in stay.notices]))
+        ended = [(presence.ended_at, presence.node) for presence in presences if presence.end_reason == kind]
+        found.append(_markers(kind, ended))
+    found.append(_markers("notice", [(t, presence.node) for presence in presences for t in presence.notices]))
     return [dots for dots in found if dots["x"]]
 
 

@@ -52,7 +52,7 @@ class PageLayout:
 
 
 def layout_run(run: ReportData, trace: PerfettoTrace | None = None) -> PageLayout:
-    """The page of one run, most urgent facts first."""
+    """The page of one run, with the most urgent figures first."""
     title = f"{run.name}: {_progress_words(run)}" if run.name else _progress_words(run)
     return PageLayout(f"culm: {title}", tuple(_run_blocks(run, trace)))
 
@@ -68,16 +68,16 @@ def _run_blocks(run: ReportData, trace: PerfettoTrace | None) -> Iterator[PageBl
         yield PageBlock("pace", title="Pace", note=note, figure=charts.pace_chart(run), wide=True)
     if run.graph:
         yield from _graph_blocks(run)
-    if run.current.get("posts"):
-        yield PageBlock("posts", _slots_html(run.current), wide=True)
+    if run.current.get("assignments"):
+        yield PageBlock("assignments", _slots_html(run.current), wide=True)
     if (drawn := charts.node_chart(run)) is not None:
-        who = "Servers" if run.graph else "Nodes"
+        title = "Servers" if run.graph else "Nodes"
         note = "" if run.graph else "Coloured by the pipeline that a node works in; grey: there, without a slot."
         if len(run.node_presences) > _NODE_COUNT_CHART_FROM and not run.graph:
             yield PageBlock("crowd", title="Nodes that were there", figure=charts.node_count_chart(run), wide=True)
         if len(run.node_presences) > charts.MAX_NODE_ROWS:
-            note += f" The last {charts.MAX_NODE_ROWS} of {len(run.node_presences)} that came."
-        yield PageBlock("nodes", title=f"{who} over time", note=note, figure=drawn, wide=True)
+            note += f" The last {charts.MAX_NODE_ROWS} of {len(run.node_presences)} that joined."
+        yield PageBlock("nodes", title=f"{title} over time", note=note, figure=drawn, wide=True)
     if run.recoveries:
         yield PageBlock("recoveries", _recoveries_html(run.recoveries, run.graph), wide=True)
     if run.cost is not None:
@@ -325,8 +325,8 @@ def html_table(headings: Sequence[str], rows: Sequence[Sequence[object]], *, css
 
 
 def _slots_html(now: Mapping[str, Any]) -> str:
-    rows = [(post.get("node"), post.get("slot"), post.get("layers"), post.get("more")) for post in now["posts"]]
-    return "<h2>Who does what</h2>" + html_table(("node", "slot", "layers", ""), rows)
+    rows = [(row.get("node"), row.get("slot"), row.get("layers"), row.get("more")) for row in now["assignments"]]
+    return "<h2>Roles of the nodes</h2>" + html_table(("node", "slot", "layers", ""), rows)
 
 
 def _recoveries_html(found: Sequence[RecoveryRow], graph: bool) -> str:

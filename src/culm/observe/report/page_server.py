@@ -99,7 +99,7 @@ def _listen_socket(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family)
     except (OSError, OverflowError) as error:
         why = getattr(error, "strerror", None) or error
-        raise UsageError(f"--host {host} --port {port}: nobody can listen there ({why}): choose another") from None
+        raise UsageError(f"--host {host} --port {port}: cannot listen there ({why}): choose another") from None
 
 
 def is_loopback(host: str) -> bool:

@@ -47,12 +47,12 @@ class NodePresence(NamedTuple):
     """The presence of a node in the run."""
 
     node: str
-    came: float
-    gone: float | None
+    joined_at: float
+    ended_at: float | None
     """None: it is present, or was when the run ended."""
-    how: str
-    """Why it is gone: lost or left; empty while it is present."""
-    posts: tuple[tuple[float, float, str], ...]
+    end_reason: str
+    """lost or left; empty while it is present."""
+    assignments: tuple[tuple[float, float, str], ...]
     """Begin, end and slot of each of its assignments."""
     notices: tuple[float, ...]
 
@@ -154,7 +154,7 @@ class ReportData:
     @property
     def nodes_present(self) -> int:
         """Nodes that are present now, or were at the end."""
-        return sum(stay.gone is None for stay in self.node_presences)
+        return sum(presence.ended_at is None for presence in self.node_presences)
 
     def get(self, name: str) -> Any:
         """A field of the summary, or else of the event `run_started`."""
@@ -303,7 +303,8 @@ def _speed_figures(
     begin: float,
     summary: EventFields,
 ) -> dict[str, float | None]:
-    """Of the last part: seconds to the first step and since then, samples per second over all of them and recently."""
+    """Figures of the last part of a run: seconds to its first step and since then, samples per second over all of its
+    steps and over the latest ones."""
     ready = [float(e["t"]) for e in events if e["kind"] in ("ready", "server-up")]
     size = _first_epoch_size(events)
     first = ready[size - 1] if len(ready) >= size else None
@@ -415,45 +416,45 @@ def _departed_nodes(events: Sequence[EventFields]) -> set[str]:
 
 def _node_presences(events: Sequence[EventFields], end: float) -> Iterator[NodePresence]:
     """The presence of every node, ordered by its end. A resumed run begins without nodes."""
-    here: dict[str, _PresentNode] = {}
+    present: dict[str, _PresentNode] = {}
     for event in events:
         kind, t, node = event["kind"], float(event["t"]), str(event.get("node"))
         if kind == "run_started":
-            yield from (who.to_presence(t, "") for who in here.values())
-            here.clear()
+            yield from (node.to_presence(t, "") for node in present.values())
+            present.clear()
         elif kind in ("node_joined", "server-up"):
-            here.setdefault(node, _PresentNode(node, t))
-        elif kind == "notice" and node in here:
-            here[node].notices.append(t)
-        elif kind in ("lost", "left", "server-lost") and node in here:
-            yield here.pop(node).to_presence(t, kind.removeprefix("server-"))
+            present.setdefault(node, _PresentNode(node, t))
+        elif kind == "notice" and node in present:
+            present[node].notices.append(t)
+        elif kind in ("lost", "left", "server-lost") and node in present:
+            yield present.pop(node).to_presence(t, kind.removeprefix("server-"))
         elif kind == "epoch":
-            _update_slots(here, event, t)
-    yield from (who.to_presence(None, "", end) for who in here.values())
+            _update_slots(present, event, t)
+    yield from (node.to_presence(None, "", end) for node in present.values())
 
 
 class _PresentNode:
     """A node that is present: since when, and in which slots it was."""
 
-    def __init__(self, node: str, came: float) -> None:
-        self.node, self.joined_at = node, came
+    def __init__(self, node: str, joined_at: float) -> None:
+        self.node, self.joined_at = node, joined_at
         self.slot_changes: list[tuple[float, str]] = []
         self.notices: list[float] = []
 
-    def to_presence(self, gone: float | None, how: str, end: float | None = None) -> NodePresence:
-        until = gone if gone is not None else end or self.joined_at
+    def to_presence(self, ended_at: float | None, reason: str, run_end: float | None = None) -> NodePresence:
+        until = ended_at if ended_at is not None else run_end or self.joined_at
         begins = [*self.slot_changes, (until, "")]
-        posts = [(a, b, slot) for (a, slot), (b, _) in pairwise(begins) if slot]
-        return NodePresence(self.node, self.joined_at, gone, how, tuple(posts), tuple(self.notices))
+        assignments = [(a, b, slot) for (a, slot), (b, _) in pairwise(begins) if slot]
+        return NodePresence(self.node, self.joined_at, ended_at, reason, tuple(assignments), tuple(self.notices))
 
 
 def _update_slots(present: Mapping[str, _PresentNode], event: EventFields, t: float) -> None:
     members = [str(node) for node in _as_list(event.get("members"))]
     slots = [str(slot) for slot in _as_list(event.get("slots"))] or ["in"] * len(members)
-    for node, who in present.items():
-        slot = ", ".join(slot for member, slot in zip(members, slots, strict=False) if member == node)
-        if (who.slot_changes[-1][1] if who.slot_changes else "") != slot:
-            who.slot_changes.append((t, slot))
+    for name, node in present.items():
+        slot = ", ".join(slot for member, slot in zip(members, slots, strict=False) if member == name)
+        if (node.slot_changes[-1][1] if node.slot_changes else "") != slot:
+            node.slot_changes.append((t, slot))
 
 
 _MARK_KINDS = {
@@ -491,7 +492,7 @@ def _marks(events: Sequence[EventFields]) -> Iterator[EventMark]:
         if kind in _MARK_KINDS:
             yield EventMark(float(event["t"]), _MARK_KINDS[kind], event_sentence(event))
         elif kind == "node_joined" and begun:
-            yield EventMark(float(event["t"]), "came", event_sentence(event))
+            yield EventMark(float(event["t"]), "joined", event_sentence(event))
 
 
 _UNLISTED_KINDS = {"ready", "queues", "server-up", "worker-up", "checkpoint", "evaluation"}
@@ -566,7 +567,7 @@ _SENTENCE_TEMPLATES = {
     "decision": ("decided: {verdict} ({layout})",),
     "drain": ("steps before {step} are completed, then the shape is {layout}",),
     "plan_improved": ("from step {step} on a better plan is used: steps are {gain:.1%} shorter",),
-    "plan_kept": ("the plan of a step stays as it is",),
+    "plan_kept": ("the plan of a step presences as it is",),
     "reshaped": ("the shape is {layout}: {layers} layers moved in {seconds:.2f} s",),
     "corruption": ("damage was found: {why}",),
     "corruption_unresolved": ("the faulty node is not known: {why}",),
@@ -623,7 +624,7 @@ def _as_int(value: object, default: Any) -> Any:
 
 
 def downsample_indices(values: Sequence[float], max_points: int = 1500) -> list[int]:
-    """The indices to draw: first, minimum, maximum and last of each stretch, so that spikes stay visible."""
+    """The indices to draw: first, minimum, maximum and last of each stretch, so that spikes presence visible."""
     if len(values) <= max_points:
         return list(range(len(values)))
     stride = -(-4 * len(values) // max_points)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from culm.observe.step_metrics import StepMetrics
     from culm.observe.writers.writer import RunInfo, Writer
 
-Call: TypeAlias = "Callable[[Writer], None]"
+WriterCall: TypeAlias = "Callable[[Writer], None]"
 CLOSE_TIMEOUT_S = 30.0
 """How long `close` waits for a writer: an upload may take a while, a writer that hangs must not keep the run alive."""
 
@@ -44,7 +44,7 @@ class WriterGroup:
     def write_event(self, event: Mapping[str, Any]) -> None:
         self._submit(lambda writer: writer.write_event(event))
 
-    def _submit(self, call: Call) -> None:
+    def _submit(self, call: WriterCall) -> None:
         for thread in self._threads:
             thread.submit(call)
 
@@ -70,17 +70,17 @@ class _WriterThread:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[WriterCall | None] = queue.SimpleQueue()
         self._failure: WriterFailure | None = None
         self._failed = self.finished = False
         self._thread = threading.Thread(target=self._run, name=f"culm-writer-{name}", daemon=True)
         self._thread.start()
 
-    def submit(self, call: Call) -> None:
+    def submit(self, call: WriterCall) -> None:
         if not self._failed and not self.finished:
             self._calls.put(call)
 
-    def finish(self, call: Call) -> None:
+    def finish(self, call: WriterCall) -> None:
         """Make the last call, after which the thread ends."""
         self.submit(call)
         self.finished = True

@@ -20,4 +20,4 @@ class LayerCounts:
     parameterless_flop: float = 0.0
     """FLOP of the forward in products without parameters (attention); the backward has twice as many, all in I."""
     idle_parameters: int = 0
-    """Of the parameters, those of the experts that a token is not routed to."""
+    """Parameters of the experts that a token is not routed to."""

@@ -41,7 +41,7 @@ class LayerCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Bytes sent to the next stage if the model is cut after this layer; the gradient comes back with as many."""
     buffer_bytes: int = 0
     largest_parameter_bytes: int = 0
-    """Of the largest of its parameters; 0: not known."""
+    """Bytes of the largest parameter; 0: not known."""
     step_s: float = 0.0
     """S: the optimizer step, once per step."""
     halving_s: float | None = None

@@ -31,7 +31,7 @@ class SplitRecovery:
     """The work items of a recovery, divided into those to place and those that run as usual."""
 
     items: Sequence[WorkItem]
-    """To be placed on `pool`."""
+    """The actions that are to be placed on `pool`."""
     pool: RunnerPool
     """The workers of the affected pipelines."""
     usual_lists: Mapping[int, tuple[StepTask, ...]]

@@ -1,8 +1,8 @@
 """Recovery: from the survivors' inventories to a plan that completes every open step. Pure.
 
 `lineage` finds the missing work, `place_work` assigns it to holders. This module combines both and derives the rest
-from the placement: who sends which kept tensor to whom, whose sums are reduced, who sends a complete sum to workers
-that lack it.
+from the placement: which worker sends which kept tensor to which, whose sums are reduced, which workers send a complete
+sum to those that lack it.
 """
 
 from __future__ import annotations

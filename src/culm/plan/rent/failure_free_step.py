@@ -92,7 +92,7 @@ def healthy_plan(case: PlanCase, schedule: str) -> Plan:
 
 @lru_cache(maxsize=1024)
 def _builtin_order(schedule: str, stages: int, micro_batches: int) -> RunnableOrder:
-    """Of one pipeline. Steps that differ only in costs, as on other instances, share it."""
+    """The order of actions of one pipeline. Steps that differ only in costs, as on other instances, share it."""
     return RunnableOrder.of_plan(generate_plan(schedule, pipelines=1, stages=stages, micro_batches=micro_batches))
 
 

@@ -161,7 +161,11 @@ def find_rental_options(
         if (row := _make_option(drafted, query, offer)) is not None:
             rows.append(row)
     if not rows:
-        raise PlanError(f"no strategy can be used in the shapes that fit on {offer.instance}: leave --strategy out")
+        names = ", ".join(strategy.name for strategy in query.strategies)
+        raise PlanError(
+            f"--strategy {names} gives no estimate for the shapes that fit on {offer.instance}: leave it out to "
+            "compare the others, or define Strategy.estimate if it is your own"
+        )
     ranked = _rank_options(rows)
     return RentalOptions(ranked, _explain_choice(ranked, query, offer))
 

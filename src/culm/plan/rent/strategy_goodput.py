@@ -120,6 +120,7 @@ class StrategyGoodput(NamedTuple):
 class EstimatedStrategy(Protocol):
     """What a table of shapes has to know of a strategy; `culm.strategies.Strategy` has it."""
 
+    name: str
     shadows_every_stage: bool
     keeps_outputs: bool
 

@@ -1,4 +1,4 @@
-"""Slow nodes: which workers take longer than their peers, what to do about it, and who runs their micro-batches. Pure.
+"""Slow nodes: which workers take longer than their peers, what to do about it, and where their micro-batches run. Pure.
 
 A worker's pace is the time that it computes in a step, divided by what the profile gives for the same actions: it does
 not depend on how many micro-batches it runs. It is compared with the paces of the other workers of the stage, which do

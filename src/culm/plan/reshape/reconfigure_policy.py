@@ -42,7 +42,8 @@ class PipelineLayout(NamedTuple):
 
     def __str__(self) -> str:
         parts = [f"{many} x {depth}" for depth, many in sorted(Counter(self.depths).items(), reverse=True)]
-        return " + ".join(parts) + (f" less {self.empty_slot_count}" if self.empty_slot_count else "")
+        empty = f" with {count_noun(self.empty_slot_count, 'empty slot')}" if self.empty_slot_count else ""
+        return " + ".join(parts) + empty
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +230,7 @@ def count_remote_neighbours(depths: Sequence[int], workers_by_machine: Sequence[
 def _steps_until_next_loss(
     layout: PipelineLayout, kind: ReconfigureKind, costs: ReconfigureCosts, horizon_s: float
 ) -> float:
-    """Steps until the next event."""
+    """Steps until the next expected loss."""
     pause = {"stay": 0.0, "fill": costs.fill_s, "grow": costs.fill_s}.get(kind, costs.move_s)
     return max(0.0, horizon_s - pause) / costs.step_s_by_layout[layout]
 
@@ -244,9 +245,10 @@ def _explain_decision(
     if not others:
         return f"{best}: no other layout is possible"
     second = max(others, key=lambda layout: steps_by_layout[layout])
+    shape, other = (f"the present {each}" if candidates[each] == "stay" else str(each) for each in (best, second))
     return (
-        f"{candidates[best]} to {best}: {steps_by_layout[best]:.4g} steps in the {horizon_s:.4g} s until the next "
-        f"loss is due, against {steps_by_layout[second]:.4g} with {second} ({candidates[second]})"
+        f"{shape} trains {steps_by_layout[best]:.4g} steps in the {horizon_s:.4g} s until the next expected loss, "
+        f"{other} {steps_by_layout[second]:.4g}"
     )
 
 

@@ -96,7 +96,7 @@ class RunSpeed:
     predicted_step_s: float
     """... and predicted. Predictions for other shapes are assumed to be off by the same factor."""
     remaining_s: float
-    """Until the last step, at the current speed."""
+    """Seconds until the last step, at the current speed."""
     time_between_losses_s: float
     """Mean time between two losses so far; infinite before the first."""
     state_bytes: float

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from culm.providers.fork_server_process import ForkServerProcess
 
 _CHECKPOINT_TIMEOUT_S = 600.0
-"""Limit for the last checkpoint of a run whose launcher has died: nobody is there to end a run that cannot write."""
+"""Limit for the last checkpoint of a run whose launcher has ended: no user is left to end a run that cannot write."""
 
 
 def main(window: int, launcher: int, fork_server: ForkServerProcess, output: int | None) -> None:
@@ -157,7 +157,7 @@ class RunSupervisor:
             server.close()
 
     async def _serve_window(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Show the run to a window that was opened later, and do what it asks for."""
+        """Show the run to a window that was opened later, and handle its requests."""
         link = WindowLink(reader, writer)
         self._feed.add_window(link)
         while (message := await read_from_window(reader)) is not None:
@@ -167,7 +167,7 @@ class RunSupervisor:
         await link.close()
 
     def _handle_stop(self, message: StopRun) -> None:
-        """A second request does not cut the checkpoint short, unless it asks for that."""
+        """A second request does not interrupt the checkpoint, unless it says `at_once`."""
         if message.at_once or not self._graceful_stop.requested:
             self._end_early("stopped by culm stop", 128 + signal.SIGTERM, at_once=message.at_once)
 

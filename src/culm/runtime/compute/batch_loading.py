@@ -38,7 +38,7 @@ class SampleDigests(NamedTuple):
 
 
 NO_SAMPLES = SampleDigests(0, 0)
-"""Of segments that load no data."""
+"""The digests of a segment that loads no data."""
 
 
 class MicroBatch(NamedTuple):

@@ -121,7 +121,7 @@ class _LayerTimer:
         self.inputs = tuple(v.detach().requires_grad_(v.is_floating_point() and layer.index > 0) for v in values)
         self.seed = derive_seed(job.seed, 0, 0, layer.index)
         self.saved_bytes = 0
-        """Of the last forward."""
+        """Bytes that the last forward saved for its backward."""
 
     def measure_cost(self) -> tuple[Activations, LayerCost]:
         parameters = list(self.layer.trainable.values())

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from culm.job import Job
 
 _PR_SET_PDEATHSIG = 1
-MicroBatch: TypeAlias = tuple[int, int]
+StepMicro: TypeAlias = tuple[int, int]
 """Step and number of a micro-batch."""
 
 
@@ -41,10 +41,10 @@ class LoaderPool:
         """`load`: (step, micro-batch) -> a micro-batch on the CPU."""
         self._job, self._load = job, load
         self._loaders: list[_Loader] = []
-        self._requested: dict[MicroBatch, _Loader] = {}
-        self._loaded: dict[MicroBatch, Any] = {}
+        self._requested: dict[StepMicro, _Loader] = {}
+        self._loaded: dict[StepMicro, Any] = {}
 
-    def request(self, wanted: Iterable[MicroBatch]) -> None:
+    def request(self, wanted: Iterable[StepMicro]) -> None:
         """Load these micro-batches in advance, unless that is under way. Others that were requested are dropped."""
         micro_batches = list(wanted)
         if not self._loaders:
@@ -84,7 +84,7 @@ class LoaderPool:
         """Whether a micro-batch was requested and not taken."""
         return (step, micro) in self._requested or (step, micro) in self._loaded
 
-    def _receive(self, loader: _Loader, wanted: MicroBatch, deadline: float) -> None:
+    def _receive(self, loader: _Loader, wanted: StepMicro, deadline: float) -> None:
         """Receive the next micro-batch of a loader, which may be another one than the one that is waited for."""
         current = loader.oldest
         try:
@@ -106,7 +106,7 @@ class LoaderPool:
         if current != wanted and current[0] < wanted[0] - 1:
             del self._loaded[current]  # of a step that is over
 
-    def _items(self, micro_batch: MicroBatch) -> str:
+    def _items(self, micro_batch: StepMicro) -> str:
         return f"item {sample_indices(self._job, *micro_batch)} of Job.data"
 
     def close(self) -> None:
@@ -125,7 +125,7 @@ class _Loader:
 
     def __init__(self, load: Callable[[int, int], Any]) -> None:
         self._pipe, other_end = Pipe()
-        self._queue: list[MicroBatch] = []
+        self._queue: list[StepMicro] = []
         self._status: int | None = None
         worker = os.getpid()
         self._pid = os.fork()
@@ -138,7 +138,7 @@ class _Loader:
         return len(self._queue)
 
     @property
-    def oldest(self) -> MicroBatch:
+    def oldest(self) -> StepMicro:
         return self._queue[0]
 
     @property
@@ -146,7 +146,7 @@ class _Loader:
         """Whether a micro-batch has arrived, or the process has ended."""
         return self._pipe.poll(0)
 
-    def request(self, micro_batch: MicroBatch) -> None:
+    def request(self, micro_batch: StepMicro) -> None:
         self._queue.append(micro_batch)
         with contextlib.suppress(BrokenPipeError):  # receive raises for a process that has ended
             self._pipe.send(micro_batch)

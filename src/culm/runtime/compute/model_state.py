@@ -166,7 +166,7 @@ def _checked_shape(name: str, value: Tensor, like: Tensor) -> Tensor:
 def _check_shape(name: str, saved: Sequence[int], wanted: Sequence[int]) -> None:
     if tuple(saved) != tuple(wanted):
         raise JobError(
-            f"the saved tensor {name!r} has shape {tuple(saved)}, the layer wants {tuple(wanted)}: "
+            f"the saved tensor {name!r} has shape {tuple(saved)}, the layer needs {tuple(wanted)}: "
             "it is from another model"
         )
 

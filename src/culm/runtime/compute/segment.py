@@ -78,7 +78,7 @@ class MicroBatchResult:
     statistics: dict[int, Statistics] = field(default_factory=dict)
     """By layer, for layers with moving modules."""
     values: tuple[MicroBatchValue, ...] = ()
-    """Of the last segment: the values of Job.metrics, in declared order."""
+    """The values of Job.metrics, in declared order. Only the last segment has any."""
 
     def tensors(self) -> list[Tensor]:
         """All tensors of the result, in a fixed order."""
@@ -121,7 +121,7 @@ class Segment:
         self.example_statistics: dict[int, Statistics] = {}
         """Statistics of some micro-batch, once one has run. All micro-batches have the same shapes."""
         self._additions = NO_ADDITIONS
-        """Of the last backward, until `take_additions`."""
+        """The additions of the last backward, until `take_additions` returns them."""
         self._last_tape: Tape | None = None
         """Tape of the last backward, until `free_last_tape`."""
         self._loss_guard = (

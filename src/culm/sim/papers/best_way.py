@@ -81,7 +81,7 @@ def best_way(request: TableRequest) -> PaperTableSet:
         "in up to five shapes on the same traces that it is reported for, so differences of a few percent are not",
         "significant. On demand has its own best shape. docs/simulator.md lists the assumed costs of disturbances.",
         f"All strategies, the published ones included, run one schedule ({SCHEDULE}), so that the tables compare what",
-        "they make of losses. *Of calm* is the goodput as a share of the same shape without losses; it is above 100 %",
+        "they do after losses. *Loss-free*: the goodput as a share of the same shape without losses; it exceeds 100 %",
         "where the trace has more nodes than the shape. What another schedule is worth without losses is below each",
         f"table. Fitted: the factor {T4_TO_V100} from V100 to T4, which follows from peaks and was not measured.",
     ]
@@ -242,7 +242,7 @@ def _strategies_table(answer: PoolAnswer) -> PaperTable:
     shape = f"{answer.workload.pipelines} x {answer.workload.stages}"
     return PaperTable(
         f"{answer.model} on the {answer.pool} trace, {shape}",
-        ("strategy", "samples/s", "$/h", "$ per million", "... today", "of calm", "training", "lost work", "waiting"),
+        ("strategy", "samples/s", "$/h", "$ per million", "... today", "loss-free", "training", "lost work", "waiting"),
         cells,
         rows,
         (

@@ -62,7 +62,7 @@ class OutboundConnection:
         self._announced_chunks: set[int] = set()
         self._confirmed_chunks: set[int] = set()
         self.may_share = False
-        """Whether the other end is on this machine, as far as its address can tell, and nobody asked for encryption."""
+        """Whether the other end is on this machine, judging by its address, and encryption was not requested."""
         self._broken = False
         self._broke_at = 0.0
         self._dialled = False

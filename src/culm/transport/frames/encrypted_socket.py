@@ -6,7 +6,7 @@ The nonce is the number of the record and is not sent, so that a record that is 
 another place or connection does not decrypt. The key of each direction comes from the handshake. It is replaced by a
 hash of itself long before AES-GCM needs it.
 
-An end of the connection is not authenticated: whoever can cut a connection can cut it between two records. To a
+An end of the connection is not authenticated: an attacker who can cut a connection can cut it between two records. To a
 receiver that is a lost connection, as it is when the other end closes.
 """
 

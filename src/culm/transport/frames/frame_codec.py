@@ -168,11 +168,11 @@ class ResendRequest(NamedTuple):
 
 
 class FrameHeader(NamedTuple):
-    """A frame whose payload follows, or lies in shared memory."""
+    """A frame whose payload follows, or is in shared memory."""
 
     key: FrameKey
     tensors: list[Tensor | None]
-    """Uninitialised, unless they lie in shared memory."""
+    """Uninitialised, unless they are in shared memory."""
     requires_grad: list[bool]
     checksum: int
     is_shared: bool

@@ -191,7 +191,7 @@ class MappedChunks:
     """The receiving side of one connection: the sender's chunks that are mapped here."""
 
     def __init__(self, on_dropped: Callable[[int], None]) -> None:
-        """`on_dropped` is called, in any thread, with the number of a frame when nobody has its tensors any more."""
+        """`on_dropped` is called, in any thread, with the number of a frame when the last of its tensors is dropped."""
         self._on_dropped = on_dropped
         self._chunks: dict[int, mmap.mmap] = {}
         self._holds: dict[int, weakref.ref[Any]] = {}
@@ -232,7 +232,7 @@ class MappedChunks:
         return found
 
     def close(self) -> None:
-        """Forget the chunks when their connection has ended. Tensors keep what they lie in; nothing is acknowledged."""
+        """Forget the chunks when their connection has ended. Tensors keep their memory; nothing is acknowledged."""
         self._on_dropped = _ignore
         self._chunks.clear()
         self._holds.clear()

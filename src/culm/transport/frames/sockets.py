@@ -251,7 +251,7 @@ class SocketTransport:
             self._loop.call_soon_threadsafe(lambda: self._damage_handler(sender, key))
 
     def _handle_transport_message(self, sender: Address, message: frame_codec.TransportMessage) -> None:
-        """Do what the other end asks for. May be called from any thread."""
+        """Handle a request of the other end. May be called from any thread."""
         shared = self._shared_frames
         match message:
             case frame_codec.ResendRequest(key):

@@ -52,9 +52,7 @@ def test_without_a_checkpoint_the_run_ends_with_one_sentence() -> None:
 
 @pytest.mark.parametrize(("at", "nth"), [("adopt", 3), ("layers_sent", 1), ("layers_received", 1)])
 @pytest.mark.parametrize("workers_per_node", [1, 2])
-def test_nodes_without_a_slot_in_a_shape_that_is_being_made_still_hold_the_old_one(
-    workers_per_node: int, at: str, nth: int
-) -> None:
+def test_nodes_without_a_slot_in_the_new_shape_still_hold_the_old_one(workers_per_node: int, at: str, nth: int) -> None:
     """The smaller shape uses the first two workers; the others keep their layers until it has committed a step."""
     victims = tuple(range(2 // workers_per_node))
     faults = Faults().request_layout("1x2", step=1).kill(victims, at=at, nth=nth)
@@ -75,7 +73,7 @@ def test_the_leader_may_be_lost_while_the_run_waits_for_nodes_that_return(second
     assert sources(survived(faults)) == [([0], "peers")]
 
 
-def test_old_holders_are_asked_in_every_epoch_until_the_new_shape_has_committed_a_step() -> None:
+def test_old_holders_report_in_every_epoch_until_the_new_shape_has_committed_a_step() -> None:
     """A notice makes an epoch between the change of shape and the loss."""
     faults = Faults().request_layout("1x2", step=1).warn(1, at="adopt", nth=2, seconds=3.0)
     assert sources(survived(faults.kill((0, 1), at="inventory", nth=3))) == [([0, 1], "peers")]

@@ -116,7 +116,7 @@ def test_a_node_hangs_if_one_of_its_workers_does() -> None:
     assert detector.take_nodes_to_evict(99.0) == [1]
 
 
-def test_after_a_standstill_of_the_leaders_machine_nobody_counts_as_hung() -> None:
+def test_after_a_pause_of_the_leaders_machine_no_node_counts_as_hung() -> None:
     """Heartbeats of that time may not have been read yet."""
     detector = HangDetector(5.0, 0.0)
     send_heartbeats(detector, "01", since=0, until=10)

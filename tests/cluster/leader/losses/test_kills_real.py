@@ -86,7 +86,7 @@ def hurt(fork_server: ForkServerClient, strategy: str, schedule: str, pipelines:
 
 
 @pytest.mark.parametrize(("strategy", "schedule", "pipelines", "kill"), SAMPLE)
-def test_a_node_struck_by_sigkill_changes_no_bit_of_what_is_learned(
+def test_a_node_killed_by_sigkill_changes_no_bit_of_the_result(
     fork_server: ForkServerClient, strategy: str, schedule: str, pipelines: int, kill: str
 ) -> None:
     summary = hurt(fork_server, strategy, schedule, pipelines, kill)
@@ -101,7 +101,7 @@ def test_a_node_struck_by_sigkill_changes_no_bit_of_what_is_learned(
 
 
 @pytest.mark.parametrize("kill", ["node=4 at=1I2", "node=2 at=2S"])
-def test_a_planned_schedule_struck_by_sigkill_changes_no_bit(
+def test_a_sigkill_under_a_planned_schedule_changes_no_bit(
     fork_server: ForkServerClient, tmp_path: Path, kill: str
 ) -> None:
     """The profile says that splitting a backward costs nothing, so that the plan has whole and split ones."""

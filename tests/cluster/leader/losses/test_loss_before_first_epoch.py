@@ -50,7 +50,7 @@ def test_two_nodes_may_vanish_before_they_are_known(pair: tuple[int, int]) -> No
     assert run.summary["preemptions"] == 2
 
 
-def test_who_comes_in_the_place_of_one_that_vanished_at_the_start_takes_a_slot() -> None:
+def test_a_node_that_replaces_one_lost_at_the_start_takes_a_slot() -> None:
     run = begun(Faults().kill(0, after_s=0.0).join(2, after_s=0.1))
     assert ": members 1 2 3 4" in str(run.history)
 
@@ -59,7 +59,7 @@ def test_who_comes_in_the_place_of_one_that_vanished_at_the_start_takes_a_slot()
     ("strategy", "source"), [("reroute", "peers"), ("shadow", "shadow"), ("shadow-lazy", "shadow")]
 )
 @pytest.mark.parametrize("at", ["1F0", "1B0", "1S"])
-def test_a_loss_in_the_first_step_is_made_good_as_in_any_other(at: str, strategy: str, source: str) -> None:
+def test_a_loss_in_the_first_step_is_recovered_as_in_any_other(at: str, strategy: str, source: str) -> None:
     run = begun(Faults().kill(1, at=at, step=0), strategy=strategy, pipelines=2 if strategy == "reroute" else 1)
     assert [each["source"] for each in run.summary["recoveries"]] == [source]
 

@@ -38,7 +38,7 @@ def text(run: SimulatedRun) -> str:
 
 
 @pytest.mark.parametrize("at", MOMENTS)
-def test_a_store_that_stands_still_for_longer_than_a_lease_loses_no_node(at: str) -> None:
+def test_a_store_that_hangs_for_longer_than_a_lease_loses_no_node(at: str) -> None:
     run = run_small_job(Faults().pause_store(tuple(EVERYBODY), seconds=LONG_S, at=at, step=2))
     assert run.summary["preemptions"] == 0
     assert text(run).count("has a new session in the store") == 4
@@ -60,7 +60,7 @@ def test_if_some_sessions_expire_the_nodes_return_with_their_state(expired: tupl
 
 @pytest.mark.parametrize("nth", [1, 4, 7])
 @pytest.mark.parametrize("node", [1, 2, 3])
-def test_a_node_that_can_not_reach_the_store_goes_on_computing(node: int, nth: int) -> None:
+def test_a_node_that_cannot_reach_the_store_keeps_computing(node: int, nth: int) -> None:
     """No epoch ends for it, and it is back with its state."""
     run = run_small_job(Faults().cut_off_store(node, seconds=3 * LEASE_S, step=1, nth=nth), **LONG_JOB)
     assert (run.summary["preemptions"], run.summary["recoveries"]) == (0, [])
@@ -68,13 +68,13 @@ def test_a_node_that_can_not_reach_the_store_goes_on_computing(node: int, nth: i
 
 
 @pytest.mark.parametrize("at", ["0F0", "0B1", "0R", "0S+", "commit"])
-def test_a_leader_that_can_not_reach_the_store_is_replaced_and_its_node_keeps_its_state(at: str) -> None:
+def test_a_leader_that_cannot_reach_the_store_is_replaced_and_its_node_keeps_its_state(at: str) -> None:
     run = run_small_job(Faults().cut_off_store(0, seconds=2 * LEASE_S, at=at, step=1), **LONG_JOB)
     assert run.summary["preemptions"] == 0
     assert text(run).count("has a new session in the store") == 1
 
 
-def test_a_leader_that_can_not_reach_the_store_for_long_is_not_waited_for() -> None:
+def test_a_leader_that_cannot_reach_the_store_for_long_is_not_waited_for() -> None:
     run = run_small_job(Faults().cut_off_store(0, seconds=20 * LEASE_S, at="0F0", step=1), **LONG_JOB)
     assert run.summary["preemptions"] == 1
 
@@ -93,7 +93,7 @@ def test_a_node_without_a_session_that_is_killed_is_lost() -> None:
     assert [each["lost"] for each in run_small_job(faults, **LONG_JOB).summary["recoveries"]] == [[3]]
 
 
-def test_a_node_without_a_session_that_stands_still_is_lost() -> None:
+def test_a_node_without_a_session_that_makes_no_progress_is_lost() -> None:
     faults = Faults().cut_off_store(3, seconds=8 * LEASE_S, step=1)
     run = run_small_job(faults.partition(3, seconds=20 * LEASE_S, after_s=5 * LEASE_S), **LONG_JOB)
     assert [each["lost"] for each in run.summary["recoveries"]] == [[3]]

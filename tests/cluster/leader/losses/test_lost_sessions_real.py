@@ -86,7 +86,7 @@ def assert_nothing_lost(result: RunResult, folder: Path) -> None:
         assert (count > 10, difference) == (True, None), path
 
 
-def test_etcd_that_stands_still_for_longer_than_a_lease_costs_no_node(
+def test_an_etcd_that_hangs_for_longer_than_a_lease_loses_no_node(
     fork_server: ForkServerClient, tmp_path: Path
 ) -> None:
     async def disturb(_: RunHandle) -> None:

@@ -121,7 +121,7 @@ def test_a_write_that_hangs_is_not_waited_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC], ids=["i/o error", "full disk"])
-def test_lines_that_can_not_be_written_are_kept_and_written_later(
+def test_lines_that_cannot_be_written_are_kept_and_written_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
 ) -> None:
     refused = failing(4, RunError(f"steps.jsonl cannot be written: {os.strerror(error)}"), RunFolder.append)

@@ -34,7 +34,7 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SimulatedNetwork, "_is_connected", reached)
 
 
-def test_after_several_fruitless_epochs_one_of_the_pair_is_removed(
+def test_after_several_epochs_without_a_commit_one_of_the_pair_is_removed(
     apart: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     described = job(steps=4, exact=True)

@@ -138,7 +138,7 @@ def test_the_run_may_end_during_a_drain() -> None:
     assert left(run) == [([2], 0, "notice")]
 
 
-def test_a_node_that_dies_before_the_end_of_its_notice_is_a_normal_loss() -> None:
+def test_a_node_that_vanishes_before_the_end_of_its_notice_is_a_normal_loss() -> None:
     faults = Faults().warn(3, seconds=AMPLE_S, step=3, nth=2).kill(3, at="adopt", nth=2)
     assert [lost for lost, _, _ in left(drained(faults))] == [[3]]
 

@@ -19,7 +19,7 @@ def test_waiting_nodes_get_slots_when_the_gain_exceeds_the_cost(tmp_path: Path) 
     assert sorted(members(run)[-1].split()) == ["0", "1", "2", "3", "4", "5"]
     (decision,) = events(tmp_path, "decision")
     assert decision["verdict"] in ("grow", "depth", "uneven")
-    assert "until the next loss is due, against" in decision["why"]
+    assert "until the next expected loss, " in decision["why"]
 
 
 def test_an_empty_slot_without_a_replacement_is_closed_by_reshaping(tmp_path: Path) -> None:

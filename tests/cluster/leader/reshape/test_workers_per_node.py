@@ -198,7 +198,7 @@ def test_holders_are_on_different_nodes_and_in_different_zones() -> None:
         ({"pipelines": 2, "stages": 2, "kills": ("node=2 step=1",)}, "there is no node 2: the last one is 1"),
     ],
 )
-def test_what_can_not_work_is_refused_in_one_sentence(request_fields: dict[str, Any], sentence: str) -> None:
+def test_what_cannot_work_is_refused_in_one_sentence(request_fields: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UsageError) as refused:
         cached_setup(trained_job(), **{"workers_per_node": K, **request_fields})
     assert sentence in str(refused.value)

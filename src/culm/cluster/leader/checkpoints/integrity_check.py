@@ -2,7 +2,7 @@
 
 The run returns to the newest verified checkpoint. The faulty node is identified by a majority of three or more holders
 or, where there are two, by the replay of the same steps in an exact run: the holder that the replay contradicts was
-faulty. It is quarantined: it leaves the run, and its machine may not join again. A replay identifies nobody if wrong
+faulty. It is quarantined: it leaves the run, and its machine may not join again. A replay identifies no worker if wrong
 weights had changed the gradients of all nodes before the comparison; the event says so.
 """
 

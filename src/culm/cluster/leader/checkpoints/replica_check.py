@@ -44,7 +44,7 @@ def compare_holders(checksums: Checksums, layers: int) -> Comparison:
 
 
 def _outvoted(held: Mapping[int, str]) -> set[int]:
-    """The holders that a strict majority of at least two contradicts; nobody if there is no such majority."""
+    """The holders that a strict majority of at least two contradicts; none if there is no such majority."""
     value, votes = Counter(held.values()).most_common(1)[0]
     return {node for node in held if held[node] != value} if votes >= 2 and 2 * votes > len(held) else set()
 

@@ -46,7 +46,7 @@ class LogEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     now: float
     event: LeaderEvent
     digest: bytes
-    """Of the instructions."""
+    """Digest of the instructions."""
     names: tuple[str, ...] = ()
     """The kinds of the instructions, to show a difference."""
 

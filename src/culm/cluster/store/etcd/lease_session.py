@@ -38,7 +38,7 @@ class LeaseSession:
 
     A lease survives a restart of etcd, which restarts its time to live. An expired lease of a node is not replaced: the
     others have seen its keys vanish, so this client is fenced and has to open another session. In that case the gateway
-    fails with SessionLost. A client that nobody acts upon, such as a launcher, may replace its lease.
+    fails with SessionLost. A client whose expiry has no consequences, such as a launcher, may replace its lease.
     """
 
     def __init__(
