@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from culm.cli import main
 from culm.errors import RunError, UsageError
 from culm.job import load_job
-from culm.machines.head_store import head_token, open_head_folder
+from culm.machines.head_store import head_token, locked_head_folder, open_head_folder
 from culm.machines.job_archive import pack_job, unpack_job
 from culm.machines.job_discovery import choose_job
 from culm.machines.join_token import JoinToken, decode_token, encode_token, read_token
@@ -91,6 +92,18 @@ def test_a_new_secret_makes_old_tokens_useless_and_files_are_private(tmp_path: P
     after = head_token(open_head_folder(tmp_path / "head", ["127.0.0.1"], new_secret=True), "127.0.0.1", 2379)
     assert (token.secret, token.fingerprint) != (after.secret, after.fingerprint)
     assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "head").iterdir()} == {0o600}
+
+
+def test_two_heads_do_not_share_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second one would replace the secret below the first one, or wait for its data for ever."""
+    before = open_head_folder(tmp_path, ["127.0.0.1"]).secret
+    with locked_head_folder(tmp_path), pytest.raises(SystemExit) as ended:
+        main(["head", "--data", str(tmp_path), "--address", "127.0.0.1", "--port", "23795", "--rotate"])
+    assert ended.value.code == 2
+    assert "a culm head is running there" in capsys.readouterr().err
+    assert open_head_folder(tmp_path, ["127.0.0.1"]).secret == before
+    with locked_head_folder(tmp_path):
+        pass
 
 
 def job_folder(folder: Path) -> Path:

@@ -6,12 +6,15 @@ again with the same folder has the same token.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import fcntl
 import ipaddress
 import os
 import secrets
 import shutil
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,6 +43,28 @@ class HeadFolder:
     @property
     def password(self) -> str:
         return head_password(self.secret)
+
+
+@contextlib.contextmanager
+def locked_head_folder(path: Path) -> Iterator[None]:
+    """Keep other heads out of a folder. Raises UsageError if one uses it, or if the folder cannot be used.
+
+    The kernel releases the lock when the process ends.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor = os.open(path / "lock", os.O_RDWR | os.O_CREAT, _OWNER_ONLY)
+    except OSError as error:
+        raise UsageError(f"--data is {str(path)!r}: it cannot be used ({error.strerror})") from None
+    with os.fdopen(descriptor, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(
+                f"--data is {str(path)!r}: a culm head is running there; print its token with culm head token, or stop "
+                "it first"
+            ) from None
+        yield
 
 
 def open_head_folder(path: Path, addresses: list[str], *, new_secret: bool = False) -> HeadFolder:

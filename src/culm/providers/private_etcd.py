@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -32,7 +33,7 @@ from culm.providers.fork_server import wait_readable
 from culm.providers.provider import describe_exit
 
 _LOOPBACK = "127.0.0.1"
-_START_TIMEOUT_S = 30.0
+_START_TIMEOUT_S = 60.0
 _POLL_S = 0.01
 _PORT_ATTEMPTS = 3
 """Another process may take a free port before etcd does."""
@@ -229,7 +230,8 @@ class PrivateEtcd:
         """Wait until it serves. Returns False if it has ended or takes too long."""
         assert self._process is not None
         async with self._http_session(timeout_s=1.0) as http:
-            for _ in range(int(_START_TIMEOUT_S / _POLL_S)):
+            until = time.monotonic() + _START_TIMEOUT_S
+            while time.monotonic() < until:
                 if self._process.poll() is not None:
                     return False
                 if await _is_healthy(http, self._url):
@@ -248,12 +250,17 @@ class PrivateEtcd:
             ("/v3/auth/user/grant", {"user": "root", "role": "root"}),
             ("/v3/auth/enable", {}),
         ]
-        async with self._http_session() as http:
-            if not await self._has_password(http):
-                for path, body in steps:
-                    async with http.post(self._url + path, json=body) as response:
-                        if response.status != 200:
-                            raise RunError(f"the private etcd did not take a password: {await response.text()}")
+        async with self._http_session(_START_TIMEOUT_S) as http:
+            try:
+                if not await self._has_password(http):
+                    for path, body in steps:
+                        async with http.post(self._url + path, json=body) as response:
+                            if response.status != 200:
+                                raise RunError(f"the private etcd did not take a password: {await response.text()}")
+            except (TimeoutError, aiohttp.ClientError) as error:
+                raise RunError(
+                    f"the private etcd did not answer ({error or 'too late'}): {self._last_log_line()}"
+                ) from None
         self._password = password
 
     async def _has_password(self, http: aiohttp.ClientSession) -> bool:

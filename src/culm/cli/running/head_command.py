@@ -96,25 +96,19 @@ def receive() -> None:
 
 
 async def _serve(data: Path, address: str | None, port: int, job: str, expires_at: int, rotate: bool) -> None:
-    from culm.machines.head_store import head_etcd, open_head_folder
+    from culm.machines.head_store import head_etcd, locked_head_folder, open_head_folder
     from culm.providers.advertised_address import default_address
 
     host = address or default_address()
-    folder = open_head_folder(data, [host, "127.0.0.1", "localhost"], new_secret=rotate)
-    stopped = asyncio.Event()
+    serving = asyncio.current_task()
+    assert serving is not None
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-    async with head_etcd(folder, host, port) as etcd:
-        _print_token(folder, host, port, job, expires_at)
-        keeping = asyncio.create_task(etcd.keep_running(lambda line: print(f"culm: {line}", flush=True)))
-        ended = asyncio.create_task(stopped.wait())
-        await asyncio.wait([keeping, ended], return_when=asyncio.FIRST_COMPLETED)
-        ended.cancel()
-        if keeping.done():
-            keeping.result()
-        keeping.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await keeping
+        asyncio.get_running_loop().add_signal_handler(number, serving.cancel)
+    with contextlib.suppress(asyncio.CancelledError), locked_head_folder(data):
+        folder = open_head_folder(data, [host, "127.0.0.1", "localhost"], new_secret=rotate)
+        async with head_etcd(folder, host, port) as etcd:
+            _print_token(folder, host, port, job, expires_at)
+            await etcd.keep_running(lambda line: print(f"culm: {line}", flush=True))
     print("culm: the head has stopped; its data is kept", flush=True)
 
 
@@ -138,6 +132,6 @@ def _expiry(text: str | None) -> int:
     if text is None:
         return 0
     found = re.fullmatch(r"(\d+)([smhd])", text)
-    if found is None:
-        raise UsageError(f"--expires is {text!r}: use a number with s, m, h or d, as in 12h")
+    if found is None or not int(found[1]):
+        raise UsageError(f"--expires is {text!r}: use a number above 0 with s, m, h or d, as in 12h")
     return int(time.time()) + int(found[1]) * _UNITS_S[found[2]]

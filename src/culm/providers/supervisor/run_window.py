@@ -145,7 +145,7 @@ class SupervisorClient:
                     self._send(HookReturned(message.metrics.step, not goes_on, values))
                 if isinstance(message, RunEnded):
                     return summary_or_raise(message)
-        raise self._exit_error()
+        raise self._exit_error(start)
 
     @contextlib.contextmanager
     def _abandon_on_error(self) -> Iterator[None]:
@@ -169,7 +169,7 @@ class SupervisorClient:
                     return name
                 elif isinstance(message, RunEnded):
                     summary_or_raise(message)
-        raise self._exit_error()
+        raise self._exit_error(start)
 
     async def _messages(self, start: StartRun) -> AsyncGenerator[ToWindow, None]:
         """Start the run and yield what the supervisor shows. If the generator is closed before the end of a run that
@@ -197,11 +197,12 @@ class SupervisorClient:
         self._send(InterruptRun(number))
         return self._interrupts <= _MAX_INTERRUPTS
 
-    def _exit_error(self) -> RunError:
+    def _exit_error(self, start: StartRun) -> RunError:
         """The error for a connection that the supervisor has closed without a result."""
         status = self._process.wait()
         hint = "is there enough memory?" if status == -signal.SIGKILL else "its nodes have ended with it"
-        return RunError(f"the supervisor of the run has {describe_exit(status)}: {hint}")
+        left = "" if start.launch is None else f"; end its machines with culm down {start.name}"
+        return RunError(f"the supervisor of the run has {describe_exit(status)}: {hint}{left}")
 
     def close(self) -> None:
         """Wait for the end of the supervisor, unless it goes on without this process. A supervisor that does not end is
