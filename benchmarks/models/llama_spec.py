@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from benchmarks.common.gpt_job import LayerFactory
+    from benchmarks.common.gpt_job import ModuleFactory
 
     from culm.job import Dataset, Precision
 
@@ -56,7 +56,7 @@ class LlamaSpec:
             use_cache=False,
         )
 
-    def layers(self) -> Sequence[LayerFactory]:
+    def layers(self) -> Sequence[ModuleFactory]:
         return list(_parts(self)["layers"])
 
     def data(self) -> Dataset:

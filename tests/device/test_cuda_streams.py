@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -23,6 +23,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 GPU = torch.device("cuda")
 BUSY_CYCLES = 200_000_000
 """About 0.1 s of a GPU."""
+
+
+@pytest.fixture(autouse=True)
+def _usual_algorithms() -> Iterator[None]:
+    """Exact runs in this process choose deterministic algorithms for all that follow."""
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def with_copies(test: Callable[[DeviceCopies], Any]) -> None:

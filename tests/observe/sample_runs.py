@@ -44,8 +44,8 @@ SUMMARY: dict[str, Any] = {
 }  # fmt: skip
 TRACE = PerfettoTrace(
     [
-        PerfettoEvent("M", "thread_name", 0, args={"name": "node 0: pipeline 0 stage 0"}),
-        *(PerfettoEvent("X", f"0{kind}0", 0, 1e4 * i, 9e3, {"step": 9}) for i, kind in enumerate("FBIWRS")),
+        PerfettoEvent("M", "thread_name", args={"name": "node 0: pipeline 0 stage 0"}),
+        *(PerfettoEvent("X", f"0{kind}0", ts=1e4 * i, dur=9e3, args={"step": 9}) for i, kind in enumerate("FBIWRS")),
     ]
 )
 

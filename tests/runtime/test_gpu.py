@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,13 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 def on_gpu(**fields: Any) -> Job:
     return job_with(everything, device="cuda", exact=True, steps=4, **fields)
+
+
+@pytest.fixture(autouse=True)
+def _usual_algorithms() -> Iterator[None]:
+    """Exact runs in this process choose deterministic algorithms for all that follow."""
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("strategy", ["reroute", "shadow", "shadow-lazy", "migrate", "templates"])
@@ -62,3 +70,43 @@ def test_real_processes_survive_a_killed_node(strategy: str) -> None:
     disturbed = culm.train(job, pipelines=2, stages=2, strategy=strategy, kills=["node=1 step=1"])
     assert disturbed.preemptions == 1
     assert disturbed.state_sha256 == undisturbed.state_sha256
+
+
+def reduce_libraries(folder: Path) -> list[tuple[str, str]]:
+    """What summed gradients in each epoch of a run, and why it was not NCCL."""
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    found = [(event.get("reduce") or "", event.get("why") or "") for event in events if "reduce" in event]
+    return list(dict.fromkeys(each for each in found if each[0]))
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("exact", [True, False])
+def test_nccl_sums_gradients_of_processes_that_share_a_gpu(exact: bool, tmp_path: Path) -> None:
+    job = job_with(on_gpu(), exact=exact)
+    over_nccl = culm.train(job, pipelines=2, stages=2, reduce="nccl", out=str(tmp_path / "nccl"))
+    assert reduce_libraries(tmp_path / "nccl") == [("nccl", "")]
+    over_gloo = culm.train(job, pipelines=2, stages=2, reduce="gloo", out=str(tmp_path / "gloo"))
+    assert reduce_libraries(tmp_path / "gloo") == [("gloo", "")]
+    assert over_nccl.state_sha256 == over_gloo.state_sha256, "two terms have the same sum in any order"
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("at", ["0R", "1B3", "1F1"])
+@pytest.mark.parametrize("strategy", ["reroute", "shadow"])
+def test_nccl_groups_are_built_again_after_a_loss(strategy: str, at: str, tmp_path: Path) -> None:
+    """Three pipelines, so that two workers still sum together afterwards."""
+    job = job_with(on_gpu(), steps=6)
+    undisturbed = culm.train(job, pipelines=3, stages=2)
+    node = 2 if at == "0R" else 3
+    run = culm.train(
+        job,
+        pipelines=3,
+        stages=2,
+        strategy=strategy,
+        reduce="nccl",
+        kills=[f"node={node} step=2 at={at}"],
+        out=str(tmp_path / "run"),
+    )
+    assert run.preemptions == 1
+    assert run.state_sha256 == undisturbed.state_sha256
+    assert reduce_libraries(tmp_path / "run") == [("nccl", "")]

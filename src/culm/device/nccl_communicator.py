@@ -32,8 +32,9 @@ class NcclSums:
     def support(self) -> NcclSupport:
         from torch import distributed as dist
 
-        if not (dist.is_available() and dist.is_nccl_available()):
-            return NcclSupport("this build of torch has no NCCL")
+        has_nccl = dist.is_available() and dist.is_nccl_available()
+        if not has_nccl or not hasattr(torch._C._distributed_c10d, "ProcessGroupNCCL"):
+            return NcclSupport("this build of torch has no NCCL that culm knows")
         try:
             version = tuple(int(part) for part in torch.cuda.nccl.version()[:3])
             gpu = str(torch.cuda.get_device_properties(self._device).uuid)

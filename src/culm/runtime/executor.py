@@ -81,8 +81,9 @@ class Executor:
     @property
     def progress(self) -> tuple[int, float]:
         """(number of complete actions, seconds of the slowest one) in this epoch. While a layer is being built or
-        compiled, every call counts as one more action."""
-        self.actions_done += self._compiling or (self._shadows is not None and self._shadows.is_building)
+        compiled, or NCCL connects, every call counts as one more action."""
+        is_building = self._shadows is not None and self._shadows.is_building
+        self.actions_done += self._compiling or is_building or self._reducer.is_connecting
         if self._launched is None:
             return self.actions_done, self.slowest_action_s
         return self.actions_done + self._launched.actions_done, self._launched.slowest_action_s

@@ -47,6 +47,11 @@ class SegmentGradientReducer:
             self._groups[g, runners] = self._transport.group(context.frame_key(0, name), members, sums)
         await asyncio.gather(*(group.join() for group in self._groups.values()))
 
+    @property
+    def is_connecting(self) -> bool:
+        """Whether a group connects: NCCL takes seconds the first time."""
+        return any(group.is_connecting for group in self._groups.values())
+
     def describe_groups(self) -> tuple[str, str]:
         """(what makes the sums, why they are not made on the devices); empty where no other worker takes part."""
         shared = [group for (_, runners), group in self._groups.items() if len(runners) > 1]

@@ -52,7 +52,7 @@ class Group(Protocol):
 
     @property
     def library(self) -> str:
-        """What makes the sums, such as gloo. Known when the group was joined, like the two below."""
+        """What makes the sums, such as gloo. Known when the group was joined, like the two properties below."""
 
     @property
     def on_device(self) -> bool:
@@ -61,6 +61,10 @@ class Group(Protocol):
     @property
     def fallback_reason(self) -> str:
         """Why they are not summed on the devices, although that was asked for; empty: they are, or it was not."""
+
+    @property
+    def is_connecting(self) -> bool:
+        """Whether something slow of bounded duration is under way in `join`: the worker does not hang."""
 
     async def join(self) -> None:
         """Connect to the other members; returns when all have joined."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 import torch
 from tests.cli.cli_process import culm
 
+from culm.cli.checks import doctor_command
 from culm.cli.checks.check_result import CheckResult
 from culm.cli.checks.doctor_command import (
     _run_with_kill,
@@ -86,3 +88,12 @@ def test_on_a_gpu_a_run_with_a_loss_is_compared_with_an_undisturbed_one(
         with pytest.raises(RunError, match="differ from those of an undisturbed run"):
             _run_with_kill()
     assert list(map(bool, runs)) == [True, False]
+
+
+def test_culm_may_run_from_its_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_installed(name: str) -> list[str]:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(doctor_command, "requires", not_installed)
+    assert doctor_command._requirement("torch") == "torch"
+    assert check_library("torch", "2.11.0", "torch").state == "good"

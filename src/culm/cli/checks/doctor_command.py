@@ -258,5 +258,10 @@ def _installed_version(name: str) -> str | None:
 
 
 def _requirement(name: str) -> str:
-    """The requirement of culm's package metadata for a library."""
-    return next((text for text in requires("culm") or () if re.match(f"{name}[^a-z_-]", text)), name)
+    """The requirement of culm's package metadata for a library; without a version where culm runs from its sources and
+    is not installed."""
+    try:
+        stated = requires("culm") or ()
+    except PackageNotFoundError:
+        return name
+    return next((text for text in stated if re.match(f"{name}[^a-z_-]", text)), name)

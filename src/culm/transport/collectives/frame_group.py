@@ -32,6 +32,7 @@ class FrameGroup:
 
     library = "frames"
     on_device = False
+    is_connecting = False
 
     def __init__(
         self,

@@ -38,6 +38,7 @@ class GlooGroup:
     library = "gloo"
     fallback_reason = ""
     on_device = False
+    is_connecting = False
 
     def __init__(self, transport: Transport, key: FrameKey, members: Sequence[Address]) -> None:
         self._transport, self._key, self._members = transport, key, tuple(members)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from culm.device.streams import DeviceEvent
     from culm.transport.interface import Transport
 
-_CONNECT_S = 120.0
+_CONNECT_S = 60.0
 """A member has this long to connect: the first time, NCCL and its kernels are loaded."""
 _LOOK_S = 0.5
 """Time between two looks for an error of the group, while a sum is awaited."""
@@ -52,6 +52,7 @@ class NcclGroup:
         self._under_way: list[tuple[DeviceEvent, tuple[Tensor, ...]]] = []
         """Sums that were launched, with the tensors that they write."""
         self._closed = False
+        self.is_connecting = False
         self.fallback_reason = ""
         """Why Gloo is used."""
         self.broken_off = 0
@@ -93,6 +94,7 @@ class NcclGroup:
 
     async def _try_to_connect(self, rendezvous: Rendezvous) -> str:
         """Connect. Returns what went wrong, or an empty text."""
+        self.is_connecting = True
         try:
             async with asyncio.timeout(_CONNECT_S):
                 await run_in_daemon_thread(self._connect_in_thread, rendezvous)
@@ -101,6 +103,8 @@ class NcclGroup:
             return f"NCCL did not connect within {_CONNECT_S:g} s"
         except (RuntimeError, DeviceFailed) as error:
             return f"NCCL did not connect: {error}"
+        finally:
+            self.is_connecting = False
         return ""
 
     def _connect_in_thread(self, rendezvous: Rendezvous) -> None:

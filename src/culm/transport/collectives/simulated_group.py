@@ -50,6 +50,7 @@ class SimulatedGroup:
 
     library = "simulated"
     fallback_reason = ""
+    is_connecting = False
 
     def __init__(
         self,
