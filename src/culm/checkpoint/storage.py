@@ -184,15 +184,19 @@ def _describe_error(error: Exception) -> str:
             return "the disk is full: free some space there, or keep fewer checkpoints"
         case PermissionError() | OSError(errno=errno.EROFS):
             return "permission was denied: allow it to this user, or choose another place"
-        case _FolderGone():
-            return f"the folder {error} is gone: bring it back, or create it"
         case FileNotFoundError():
-            return "it is not there: it was never written, or has been deleted meanwhile"
+            return _describe_missing(error)
         case IsADirectoryError():
             return "a folder stands there: choose another name"
         case NotADirectoryError() | FileExistsError():
             return "a file stands where a folder is needed: choose another place"
     return f"{type(error).__name__}: {error}: check that the place can be reached, then try again"
+
+
+def _describe_missing(error: FileNotFoundError) -> str:
+    if isinstance(error, _FolderGone):
+        return f"the folder {error} is gone: bring it back, or create it"
+    return "it is not there: it was never written, or has been deleted meanwhile"
 
 
 def _write_atomically(path: Path, data: memoryview, existing: Path | None) -> None:
