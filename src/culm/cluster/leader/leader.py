@@ -294,7 +294,7 @@ class Leader:
             case events.OpenWriters(new_run):
                 await self._open_writers(new_run)
             case events.FlushLines():
-                await self._line_buffer.flush(_LINE_WAIT_S)
+                await self._line_buffer.flush_unless_hanging(_LINE_WAIT_S)
             case events.WaitForStore():
                 await self._store_writer.wait_until_written()
             case events.PublishEpoch():

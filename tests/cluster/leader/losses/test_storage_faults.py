@@ -9,6 +9,7 @@ import functools
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -330,6 +331,35 @@ def test_the_event_loop_does_not_wait_for_a_line_that_hangs(tmp_path: Path, monk
     assert failures == ["it has not answered for 0 s"]
     with (tmp_path / "steps.jsonl").open("rb"):  # lets the thread go
         pass
+
+
+def test_only_the_first_step_waits_for_a_line_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_return, real = threading.Event(), RunFolder.append
+
+    def append(folder: RunFolder, name: str, data: bytes) -> None:
+        may_return.wait()
+        real(folder, name, data)
+
+    monkeypatch.setattr(RunFolder, "append", append)
+
+    async def main() -> None:
+        buffer = LineBuffer(RunFolder(str(tmp_path)), RealClock(), lambda _: None, lambda _: None)
+        buffer.open()
+        assert await buffer.flush(60.0)
+        buffer.write_event({"step": 0})
+        await buffer.flush_unless_hanging(0.01)
+        async with asyncio.timeout(60.0):
+            await buffer.flush_unless_hanging(3600.0)
+            assert not buffer.is_written
+            may_return.set()
+            assert await buffer.flush(3600.0)
+            buffer.write_event({"step": 1})
+            await buffer.flush_unless_hanging(3600.0)  # storage answers again: this waits
+            assert buffer.is_written
+        buffer.close()
+
+    asyncio.run(main())
+    assert [line["step"] for line in lines(tmp_path, "events.jsonl")] == [0, 1]
 
 
 def test_the_buffer_of_lines_is_bounded_and_counts_what_it_drops(
