@@ -13,7 +13,7 @@ from culm.data.stream import POSITION_NAME, Stream
 from culm.errors import CheckpointError
 from culm.runtime.compute.snapshot import Scalar, Snapshot
 from culm.runtime.messages import ShardReport, StorageReport, encode
-from culm.runtime.storage_retry import retry_storage, stall_timeout_s
+from culm.runtime.storage_retry import MISSING_FOLDER_S, retry_storage, stall_timeout_s
 
 if TYPE_CHECKING:
     from culm.job import Job
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from culm.transport.interface import Transport
 
 
-_MISSING_S = 30.0
-"""How long a folder of checkpoints that was there is expected back. After that it is created again."""
 _LOAD_RETRIES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0)
 """Waits between attempts to read a checkpoint. Bounded: a damaged checkpoint raises the same error every time."""
 
@@ -151,11 +149,12 @@ class CheckpointWriter:
         )
         self._transport.send_message(epoch.leader, encode(report))
 
-    def _existing_folder(self, storage: str) -> str:
-        """The folder that must exist for a write. It is that of the checkpoints, if it was there before and is not
-        missing for too long, and else the run folder: that is never created again."""
-        missing_s = 0.0 if self._failing_since is None else self._clock.now() - self._failing_since
-        return storage if storage == self._known_folder and missing_s < _MISSING_S else storage.rpartition("/")[0]
+    def _existing_folder(self, storage: str) -> str | None:
+        """The folder that a write does not create if it is gone, because it is expected back for a while: that of the
+        checkpoints, if it was there before, or else the run folder."""
+        if self._failing_since is not None and self._clock.now() - self._failing_since > MISSING_FOLDER_S:
+            return None
+        return storage if storage == self._known_folder else storage.rpartition("/")[0]
 
     def _report_storage(self, epoch: Epoch, completed_steps: int, why: str, *, skipped: bool = False) -> None:
         """Report to the leader that the storage fails, or with an empty reason that it works again."""

@@ -16,6 +16,9 @@ STALL_S = 30.0
 """A storage call that takes longer has failed, unless it writes much data."""
 SLOW_BYTES_PER_S = 10e6
 """Data slower than this has stalled."""
+MISSING_FOLDER_S = 120.0
+"""How long a folder that was there is expected back, as that of a disk that is not mounted. After that it is created
+again, so that nothing is lost at the end of the run."""
 _FIRST_RETRY_S = 0.25
 _MAX_RETRY_S = 10.0
 

@@ -51,7 +51,7 @@ from culm.plan.recover.role_assignment import precompute_next_plans
 from culm.plan.replan.plan_cache import PlanCache
 from culm.runtime import messages
 from culm.runtime.epoch import Epoch
-from culm.runtime.storage_retry import STALL_S, retry_storage
+from culm.runtime.storage_retry import MISSING_FOLDER_S, STALL_S, retry_storage
 from culm.schedule import Plan
 
 if TYPE_CHECKING:
@@ -292,7 +292,7 @@ class Leader:
             case events.OpenWriters(new_run):
                 await self._open_writers(new_run)
             case events.FlushLines():
-                await self._line_buffer.flush(_LINE_WAIT_S)
+                await self._line_buffer.flush_unless_hanging(_LINE_WAIT_S)
             case events.WaitForStore():
                 await self._store_writer.wait_until_written()
             case events.PublishEpoch():
@@ -721,6 +721,8 @@ class Leader:
         """Record that a write fails. The run goes on, unless that lasts longer than the limits allow."""
         watched = self._storage_health.is_failing
         self._storage_health.record_failure(name, path, why, delayed)
+        if self._folder.is_open:
+            self._folder.creates = self._storage_health.failing_s(path) > MISSING_FOLDER_S
         if not watched:
             self._start_task(self._watch_storage())
 

@@ -46,14 +46,16 @@ class RunFolder:
 
     It has the methods of a `Writer`. Its methods raise RunError if a file cannot be written. Each of them can be
     called again after that: a part of a line that a failed call has written is removed first. A file of lines that was
-    deleted is written again with all of its lines. A local folder that is gone is not created again: it may be on a
-    disk that is not mounted at the moment.
+    deleted is written again with all of its lines. A local folder that is gone may be on a disk that is not mounted at
+    the moment: it is created again only while `creates` is true.
     """
 
     def __init__(self, out: str | None, *, resumed_at: int | None = None, creates: bool = True) -> None:
         """`creates`: whether `open` creates a folder that does not exist."""
         self.out = out
-        self._resumed_at, self._creates = resumed_at, creates
+        self.creates = creates
+        """Whether the next write creates a folder that does not exist. False once the files are open."""
+        self._resumed_at = resumed_at
         self._line_files: dict[str, BinaryIO] = {}
         self._sizes: dict[str, int] = {}
         """Bytes of whole lines by file."""
@@ -72,19 +74,32 @@ class RunFolder:
         return self.out is not None and local_path(self.out) is None
 
     @property
+    def is_open(self) -> bool:
+        """Whether the files of lines are open."""
+        return bool(self._line_files)
+
+    @property
     def has_unsynced_lines(self) -> bool:
         """Whether lines have not been copied to a URL yet."""
         return self._unsynced and self.is_url
 
-    @cached_property
+    @property
     def _storage(self) -> Storage:
-        return self._connect(self.out)
+        return self._creating_storage if self.creates else self._careful_storage
 
-    def _connect(self, existing: str | None) -> Storage:
+    @cached_property
+    def _creating_storage(self) -> Storage:
         from culm.checkpoint import Storage  # it imports torch, which launchers do without
 
         assert self.out is not None
-        return Storage(self.out, existing=existing)
+        return Storage(self.out)
+
+    @cached_property
+    def _careful_storage(self) -> Storage:
+        from culm.checkpoint import Storage
+
+        assert self.out is not None
+        return Storage(self.out, existing=self.out)
 
     def open(self, run: RunInfo | None = None) -> None:  # noqa: ARG002 the contract of writers
         """Create or continue the files of lines. Raises RunError if the folder cannot be written."""
@@ -92,6 +107,7 @@ class RunFolder:
             if name not in self._line_files:
                 with self._explain_errors(name):
                     self._open_line_file(name, self._saved_lines(name))
+        self.creates = False
 
     def _open_line_file(self, name: str, content: bytes) -> None:
         """Replace a file of lines and open it."""
@@ -100,8 +116,7 @@ class RunFolder:
             file: BinaryIO = tempfile.TemporaryFile("w+b", buffering=0)  # noqa: SIM115 until the run ends
             _write_all(file, content)
         else:
-            storage = self._connect(None) if self._creates and not self._line_files else self._storage
-            storage.write(name, content)
+            self._storage.write(name, content)
             file = _open_lines(path)
             _lock(file)
         self._line_files[name], self._sizes[name] = file, len(content)
@@ -153,6 +168,8 @@ class RunFolder:
         was written in part, and add lines that the file at the path does not have."""
         path, size = self._storage.local_path(name), self._sizes[name]
         if path is not None:
+            if self.creates:
+                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             former, file = self._line_files[name], _open_lines(path)
             try:
                 found = file.seek(0, os.SEEK_END)

@@ -9,6 +9,7 @@ import functools
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -211,7 +212,7 @@ def test_lines_are_written_when_what_was_moved_away_is_back(tmp_path: Path, file
     if file == ".":
         with pytest.raises(RunError, match=r"steps\.jsonl cannot be written: No such file"):
             folder.append("steps.jsonl", b'{"step": 1}\n')
-        with pytest.raises(RunError, match=r"could not write .* the folder .*run is gone: bring it back, or create it"):
+        with pytest.raises(RunError, match=r"the folder .*run is gone: bring it back, or create it"):
             folder.write_json("summary.json", {})
         assert not out.exists()
         away.rename(out)
@@ -262,17 +263,21 @@ def test_a_folder_that_is_moved_away_for_a_moment_can_be_moved_back(tmp_path: Pa
     CheckpointCatalog(Storage(out / "checkpoints")).check(12)
 
 
-def test_a_folder_of_checkpoints_that_stays_away_is_created_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("removed", ["run", "run/checkpoints"])
+def test_a_folder_that_stays_away_is_created_again(tmp_path: Path, removed: str) -> None:
+    """With all lines, the summary and a checkpoint, some minutes later."""
     out = tmp_path / "run"
 
     async def script(cluster: Cluster) -> None:
         await cluster.wait_until_committed(3)
-        shutil.rmtree(out / "checkpoints")
+        shutil.rmtree(tmp_path / removed)
 
     found = simulate(job(steps=STEPS), out=str(out), checkpoint_every=2, script=script)
     assert found.summary["checkpoints"][-1] == STEPS
     CheckpointCatalog(Storage(out / "checkpoints")).check(STEPS)
-    assert events(out, "storage_recovered")[0]["seconds"] > 20
+    assert events(out, "storage_recovered")[-1]["seconds"] > 100
+    assert steps_in(out) == list(range(STEPS))
+    assert json.loads((out / "summary.json").read_text())["steps"] == STEPS
 
 
 def test_shards_of_a_skipped_checkpoint_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,6 +331,35 @@ def test_the_event_loop_does_not_wait_for_a_line_that_hangs(tmp_path: Path, monk
     assert failures == ["it has not answered for 0 s"]
     with (tmp_path / "steps.jsonl").open("rb"):  # lets the thread go
         pass
+
+
+def test_only_the_first_step_waits_for_a_line_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_return, real = threading.Event(), RunFolder.append
+
+    def append(folder: RunFolder, name: str, data: bytes) -> None:
+        may_return.wait()
+        real(folder, name, data)
+
+    monkeypatch.setattr(RunFolder, "append", append)
+
+    async def main() -> None:
+        buffer = LineBuffer(RunFolder(str(tmp_path)), RealClock(), lambda _: None, lambda _: None)
+        buffer.open()
+        assert await buffer.flush(60.0)
+        buffer.write_event({"step": 0})
+        await buffer.flush_unless_hanging(0.01)
+        async with asyncio.timeout(60.0):
+            await buffer.flush_unless_hanging(3600.0)
+            assert not buffer.is_written
+            may_return.set()
+            assert await buffer.flush(3600.0)
+            buffer.write_event({"step": 1})
+            await buffer.flush_unless_hanging(3600.0)  # storage answers again: this waits
+            assert buffer.is_written
+        buffer.close()
+
+    asyncio.run(main())
+    assert [line["step"] for line in lines(tmp_path, "events.jsonl")] == [0, 1]
 
 
 def test_the_buffer_of_lines_is_bounded_and_counts_what_it_drops(

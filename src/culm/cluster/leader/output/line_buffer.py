@@ -42,6 +42,8 @@ class LineBuffer:
         """Lines, and calls of the folder that keep their place between them."""
         self._lines, self._dropped = 0, 0
         self._failing = False
+        self._hangs = False
+        """Whether nothing has been written since `flush_unless_hanging` has waited in vain."""
         self._task: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
 
@@ -82,6 +84,11 @@ class LineBuffer:
                     self._changed.clear()
                     await self._changed.wait()
         return self.is_written
+
+    async def flush_unless_hanging(self, timeout_s: float) -> None:
+        """Like `flush`. After a call that has waited in vain, the next ones return at once until a write succeeds."""
+        if not self._hangs:
+            self._hangs = not await self.flush(timeout_s)
 
     def close(self) -> None:
         """Give up what is not written, and close the files if no write hangs in them."""
@@ -134,6 +141,7 @@ class LineBuffer:
         self._changed.set()
 
     def _handle_success(self) -> None:
+        self._hangs = False
         if self._failing:
             self._failing = False
             dropped, self._dropped = self._dropped, 0

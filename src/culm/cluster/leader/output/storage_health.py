@@ -46,6 +46,12 @@ class StorageHealth:
     def is_failing(self) -> bool:
         return bool(self._failures)
 
+    def failing_s(self, path: str) -> float:
+        """How long a write to a path has failed by now; 0: none fails."""
+        return max(
+            (self._now() - failure.since for failure in self._failures.values() if failure.path == path), default=0.0
+        )
+
     def record_failure(self, name: str, path: str, why: str, delayed: str) -> None:
         """A write failed. Repeated failures of a write only update its reason."""
         since = self._failures[name].since if name in self._failures else self._now()
