@@ -18,6 +18,7 @@ from culm.plan.model.reference_models import find_model
 from culm.plan.rent.link_costs import NodeLinks, stage_costs
 from culm.plan.replan.planned_schedule import PLANNED
 from culm.schedule import Costs
+from culm.sim.model_layers import ModelLayers
 from culm.sim.workload import Workload
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ def analytic_workload(
         state_bytes=0.75 * sum(layer.parameter_bytes + layer.state_bytes for layer in profile.layers),
         least_stages=min_stages,
         layers=len(profile.layers),
+        model=ModelLayers(profile.layers, links),
         memory="1f1b",
         instance=node.instance,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from culm.sim.model_layers import ModelLayers
 from culm.sim.workload import ACTION_TIMES, Workload
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def planned_workload(row: RentalOption, name: str, query: RentalQuery, offer: In
         workers_per_node=offer.workers,
         least_stages=row.least_stages,
         layers=len(layers),
+        model=ModelLayers(tuple(layers), offer.links),
         memory=case.memory,
         planned_activations=row.limits,
         schedule=row.schedule,
@@ -49,11 +51,14 @@ def workload_toml(workload: Workload) -> str:
     optional |= {"early_sends": True} if workload.early_sends else {}
     times = {name: getattr(workload.costs, name) for name in ACTION_TIMES}
     lines = [f"{key} = {_toml_value(value)}" for key, value in {**head, **optional}.items()]
-    return "\n".join([*lines, "", "[times]", *(f"{key} = {_toml_value(value)}" for key, value in times.items())]) + "\n"
+    tables = {"times": times} | ({"model": workload.model.as_table()} if workload.model is not None else {})
+    for name, table in tables.items():
+        lines += ["", f"[{name}]", *(f"{key} = {_toml_value(value)}" for key, value in table.items())]
+    return "\n".join(lines) + "\n"
 
 
 def _toml_value(value: object) -> str:
-    if isinstance(value, tuple):
+    if isinstance(value, (tuple, list)):
         return "[" + ", ".join(map(_toml_value, value)) + "]"
     if isinstance(value, bool):
         return str(value).lower()

@@ -68,15 +68,23 @@ class ShapeStepTimes:
         w = self.workload
         return bool(w.schedule != PLANNED and w.layers) and w.stages * w.micro_batches <= MAX_PLANNED_FORWARDS
 
+    @property
+    def _knows_links(self) -> bool:
+        """Whether the layers and the links are known: then the leader is assumed to predict what steps really take."""
+        return self.workload.model is not None
+
     def predicted_step_s(self, depths: Depths) -> float:
         """Seconds that a leader predicts for pipelines of these depths; infinite if they are not possible."""
         if not self.plans_shapes:
             return self.step_times.layout_step_s(PipelineLayout(depths))
+        if self._knows_links:
+            return self._planned_step_s_cached(depths, frozenset(), RecoveryPolicy())
         return self._predicted_cached(depths)
 
     def predicted_running_step_s(self, depths: Depths, holes: EmptySlots, policy: RecoveryPolicy) -> float:
         """Seconds that a leader would predict for the current shape with its empty slots."""
-        plan = self._plan_cached(depths, holes, policy) if self.plans_shapes else None
+        predicts = self.plans_shapes and not self._knows_links
+        plan = self._plan_cached(depths, holes, policy) if predicts else None
         if plan is not None:
             return predict_shape_step_s(self.planning_model, self._shape_cached(depths), plan)
         share = self.step_times.cluster_costs.shadow if policy.shadows_every_stage else 0.0
@@ -84,7 +92,9 @@ class ShapeStepTimes:
 
     def template(self, nodes: int) -> Depths:
         """The depths in which a leader puts so many nodes into pipelines anew; none if they cannot hold the model."""
-        return self._template_cached(nodes) if self.plans_shapes else self.step_times.unequal_depths(nodes)[1]
+        if self.plans_shapes and not self._knows_links:
+            return self._template_cached(nodes)
+        return self.step_times.unequal_depths(nodes)[1]
 
     def _template(self, nodes: int) -> Depths:
         try:
@@ -143,8 +153,10 @@ class ShapeStepTimes:
 
     @cached_property
     def planning_model(self) -> ShapeInputs:
-        """The model as a leader sees it: equal layers, with the costs that plans are made with."""
+        """The model as a leader sees it: its layers, or equal ones with the costs that plans are made with."""
         w = self.workload
+        if w.model is not None:
+            return ShapeInputs(layers=w.model.layers, micro_batches=w.micro_batches, schedule=w.schedule)
         costs = w.planning_costs or w.costs
         price = action_costs(replace(costs, split=0.0), w.stages)
         each = [sum(price[kind]) / w.layers for kind in (Kind.F, Kind.I, Kind.W)]
@@ -211,7 +223,10 @@ class ShapeStepTimes:
         if plan is None:
             return math.inf
         cuts = tuple(first for first, _ in self._shape_cached(depths).segments[1:])
-        costs = plan_costs(self.measured_model.layers, cuts, len(depths))
+        if self.workload.model is not None:
+            costs = self.workload.model.costs_of_cuts(cuts, len(depths))
+        else:
+            costs = plan_costs(self.measured_model.layers, cuts, len(depths))
         return staggered_period(plan, costs) if self.workload.stagger else time_plan(plan, costs).makespan
 
 

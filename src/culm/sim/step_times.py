@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections import Counter
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from culm.plan import PlanCache
 from culm.plan.recover.role_assignment import RecoveryPolicy, SurvivingCluster, assign_roles, stages_without_holder
@@ -22,7 +22,7 @@ from culm.plan.replan.rebalance_failures import FailuresByStage, optimal_spread,
 from culm.plan.replan.staggered_period import staggered_period
 from culm.plan.replan.step_bound import stage_lower_bound
 from culm.schedule import Costs, Kind, Plan, generate_plan, time_plan
-from culm.schedule.plan_timing import action_costs
+from culm.schedule.plan_timing import action_costs, send_costs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -41,6 +41,26 @@ class _StandIns(RecoveryPolicy):
 
 
 _STAND_INS = _StandIns()
+
+
+class _DepthTimes(NamedTuple):
+    """Seconds in pipelines of some depth."""
+
+    stage_s: float
+    """A micro-batch in the slowest stage."""
+    send_s: float
+    """Mean over the boundaries."""
+    reduce_and_step_s: float
+    """R and S of the slowest stage."""
+
+    @classmethod
+    def of_costs(cls, costs: Costs, stages: int) -> _DepthTimes:
+        price, sends = action_costs(costs, stages), send_costs(costs, stages)
+        return cls(
+            max(forward + backward for forward, backward in zip(price[Kind.F], price[Kind.B], strict=True)),
+            sum(sends) / len(sends) if sends else 0.0,
+            max(reduce + step for reduce, step in zip(price[Kind.R], price[Kind.S], strict=True)),
+        )
 
 
 class StepTimes:
@@ -62,6 +82,7 @@ class StepTimes:
         self._stage_bound_cached = cache(self._stage_bound)
         self._mixed_depths_cached = cache(self._mixed_depths)
         self._bubble_share_cached = cache(self._bubble_share)
+        self._depth_times_cached = cache(self._depth_times)
         self.hits = 0
         self.misses = 0
 
@@ -210,7 +231,7 @@ class StepTimes:
 
     def _micro_batches_within(self, pipelines: int, depth: int, seconds: float, bubble: float) -> int:
         """Micro-batches that a pipeline completes within `seconds`."""
-        first, each = self._pipeline_s(pipelines, depth, 1, bubble), self._stage_s(depth)
+        first, each = self._pipeline_s(pipelines, depth, 1, bubble), self._depth_times_cached(pipelines, depth).stage_s
         return 0 if seconds < first * (1 - 1e-9) else 1 + int((seconds - first) / each + 1e-9)
 
     def _micros(self, pipelines: int) -> int:
@@ -219,22 +240,21 @@ class StepTimes:
 
     def _pipeline_s(self, pipelines: int, depth: int, micro: int, bubble: float) -> float:
         """Seconds of one of some pipelines that fills, runs `micro` micro-batches and drains."""
-        w, each = self.workload, self._stage_s(depth)
-        end = self._reduce_and_step_s(pipelines, depth)
-        return micro * each + (depth - 1) * (each * bubble + 2 * w.send_s * bubble) + end
+        times = self._depth_times_cached(pipelines, depth)
+        ramp = (depth - 1) * (times.stage_s + 2 * times.send_s) * bubble
+        return micro * times.stage_s + ramp + times.reduce_and_step_s
 
-    def _reduce_and_step_s(self, pipelines: int, depth: int) -> float:
-        """Seconds of R and S of the slowest stage. A stage of a shallower pipeline has more parameters to sum and to
-        update, and a holder of D sends 2 (D - 1) / D of the gradient."""
+    def _depth_times(self, pipelines: int, depth: int) -> _DepthTimes:
+        """The times of pipelines of a depth: of the layers, if they are known; else of equal layers."""
         w = self.workload
-        price = action_costs(w.costs, w.stages)
+        if w.model is not None:
+            return _DepthTimes.of_costs(w.model.costs(pipelines, depth), depth)
+        # A stage of a shallower pipeline has more parameters to sum and to update, and one of D holders sends
+        # 2 (D - 1) / D of the gradient.
         ring = (1 - 1 / pipelines) / (1 - 1 / w.pipelines) if w.pipelines > 1 else 1.0
-        planned = max(r * ring + s for r, s in zip(price[Kind.R], price[Kind.S], strict=True))
-        return planned * self._largest_share(depth) / self._largest_share(w.stages)
-
-    def _stage_s(self, depth: int) -> float:
-        """Seconds of a micro-batch in the slowest stage."""
-        return self.workload.micro_batch_s * self._largest_share(depth)
+        price, share = action_costs(w.costs, w.stages), self._largest_share(depth)
+        end = max(r * ring + s for r, s in zip(price[Kind.R], price[Kind.S], strict=True))
+        return _DepthTimes(w.micro_batch_s * share, w.send_s, end * share / self._largest_share(w.stages))
 
     def _largest_share(self, depth: int) -> float:
         """The share of the model that the largest of so many stages has: layers cannot be split."""
@@ -251,7 +271,7 @@ class StepTimes:
         w, c = self.workload, self.cluster_costs
         base = self.one_f_one_b(pipelines) if as_published else self.healthy(pipelines)
         m = -(-w.micro_batches // pipelines)
-        work = m * w.stage_s + self._reduce_and_step_s(pipelines, w.stages)
+        work = m * w.stage_s + self._depth_times_cached(pipelines, w.stages).reduce_and_step_s
         twice = m * w.stage_s * w.forward_share
         return base * (1 + c.shadow) + max(0.0, twice - c.bubble_use * max(0.0, base - work))
 
@@ -302,5 +322,7 @@ class StepTimes:
         )
         slow = time_plan(generate_plan("1f1b", pipelines=1, stages=depth - 1, micro_batches=m), doubled).makespan
         return max(
-            1.0, (slow + self._reduce_and_step_s(pipelines, depth)) / self.at_depth(pipelines, depth, as_published=True)
+            1.0,
+            (slow + self._depth_times_cached(pipelines, depth).reduce_and_step_s)
+            / self.at_depth(pipelines, depth, as_published=True),
         )

@@ -16,6 +16,7 @@ from culm.plan.rent.failure_free_step import ESTIMATED_SCHEDULES, failure_free_s
 from culm.plan.replan.planned_schedule import PLANNED
 from culm.schedule import Costs, Kind
 from culm.schedule.plan_timing import action_costs, send_costs
+from culm.sim.model_layers import ModelLayers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,9 @@ class Workload:
     least_stages: int = 0
     """Fewest stages whose state fits into the memory of a worker; 0: as many as planned."""
     layers: int = 0
-    """Number of equal parts into which the model can be cut; 0: no limit."""
+    """Number of parts into which the model can be cut; 0: no limit."""
+    model: ModelLayers | None = None
+    """What steps in other shapes cost; None: estimated from the costs of the planned shape, with equal layers."""
     memory: ActivationLimit = None
     """Limit of live activations in plans around holes."""
     schedule: str = PLANNED
@@ -184,6 +187,8 @@ def workload_from_table(table: dict[str, Any], source: str) -> Workload:
         raise UsageError(f"{source} has no table [times]: give forward, input and weight in seconds")
     _check_names(times, ACTION_TIMES, f"{source}, [times]")
     known = [f.name for f in fields(Workload) if f.name not in ("costs", "planning_costs")]
+    if isinstance(table.get("model"), dict):
+        table["model"] = ModelLayers.from_table(table["model"], table.get("workers_per_node", 1), source)
     _check_names(table, known, source)
     for name in ("pipelines", "stages", "micro_batches"):
         if name not in table:

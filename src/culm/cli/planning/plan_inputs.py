@@ -218,17 +218,12 @@ def considered_strategies(names: Sequence[str] | None) -> Sequence[Strategy]:
         return registry.by_preference()
     found = [registry.get(name) for name in names]
     for strategy in found:
-        if not has_estimate(strategy):
+        if type(strategy).estimate is Strategy.estimate:
             raise UsageError(
                 f"--strategy {strategy.name} gives no estimate to plan with: compare it with culm simulate --strategy "
                 f"{strategy.name}, or leave it out"
             )
     return found
-
-
-def has_estimate(strategy: Strategy) -> bool:
-    """Whether a plan can estimate the goodput of a strategy."""
-    return type(strategy).estimate is not Strategy.estimate
 
 
 def parse_budget(text: str | None) -> float:

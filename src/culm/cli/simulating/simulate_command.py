@@ -36,18 +36,14 @@ from culm.market.trace_reader import read_trace
 from culm.market.trace_statistics import mean_node_count
 from culm.plan.rent.fleet_decision import FleetLimits
 from culm.plan.rent.rental_options import RentalQuery
-from culm.plan.rent.strategy_goodput import PreemptionRisk
 from culm.sim.cluster_costs import ClusterCosts
 from culm.sim.compare_strategies import NodePrice, StrategyOutcome, parse_strategy_names
 from culm.sim.compare_strategies import simulate as study
-from culm.sim.paper_strategies import ON_DEMAND, PUBLISHED_STRATEGIES
 from culm.sim.planned_workload import planned_workload
 from culm.sim.published_workload import PUBLISHED_SPEEDS, published_workload
 from culm.sim.run_charts import chart_outcomes
 from culm.sim.simulated_strategy import SimulationContext
 from culm.sim.workload import Workload, read_workload
-from culm.strategies import registry
-from culm.strategies.strategy import Strategy
 from culm.text_format import count_noun
 
 DEFAULT_MODEL, DEFAULT_NODES = "bert-large", 32
@@ -107,7 +103,7 @@ def simulate(
         if deadline is None and (budget is not None or samples is not None):
             raise UsageError("--budget and --samples need --deadline TIME: add it, as in --deadline 48h")
         names = parse_strategy_names(strategy if deadline is None or strategy != "all" else "auto")
-        request = _WorkloadRequest(plan, model, instance, nodes, parse_schedule(schedule), prices, on, tuple(names))
+        request = _WorkloadRequest(plan, model, instance, nodes, parse_schedule(schedule), prices, on)
         workload = request.load()
         cluster_costs = parse_charges(set_ or [])
         machine = _find_machine(workload, instance, on, prices)
@@ -182,8 +178,6 @@ class _WorkloadRequest:
     schedule: str | None
     prices: Path | None
     on: str | None
-    compared: tuple[str, ...]
-    """Names of the compared strategies."""
 
     def load(self) -> Workload:
         """The plan's workload; or that of a model: its published measurement if there is one and nothing else is
@@ -207,10 +201,9 @@ class _WorkloadRequest:
         return self._planned(self.instance, DEFAULT_NODES)
 
     def _planned(self, instance: str, nodes: int) -> Workload:
-        """The best row of `culm plan --model --instance --nodes` for the compared strategies."""
+        """The best row of `culm plan --model --instance --nodes`, whichever strategies are compared."""
         machine = plan_inputs.find_machine(instance, self.prices, self.on)
-        on_demand = self.compared == (ON_DEMAND,)
-        offer = plan_inputs.node_offer(machine, spot=not on_demand)
+        offer = plan_inputs.node_offer(machine, spot=True)
         inputs = plan_inputs.load_plan_inputs(
             plan_inputs.ModelSource(None, self.model, None),
             plan_inputs.BatchSizes(None, None, None),
@@ -223,19 +216,11 @@ class _WorkloadRequest:
             profiles=inputs.profiles,
             global_batch=inputs.batch,
             node_range=(nodes, nodes),
-            strategies=self._planned_strategies(),
-            risk=PreemptionRisk(preemption_rate=0.0) if on_demand else PreemptionRisk(),
+            strategies=plan_inputs.considered_strategies(None),
             schedule=self.schedule or default_schedule(),
         )
         options, used, _ = plan_inputs.find_options_or_recompute(inputs, query, offer)
         return planned_workload(options.table[0], inputs.name, used, offer)
-
-    def _planned_strategies(self) -> Sequence[Strategy]:
-        """Those of the compared strategies that a plan can estimate, or all if it can estimate none of them."""
-        own = [name for name in self.compared if name not in PUBLISHED_STRATEGIES]
-        return plan_inputs.considered_strategies(
-            [name for name in own if name == "auto" or plan_inputs.has_estimate(registry.get(name))]
-        )
 
 
 def _is_known_model(name: str) -> bool:
