@@ -101,8 +101,9 @@ def render_table(result: dict[str, Any]) -> Group:
             *(f"{value:,.0f}" for value in (*times, *sizes)),
         )
     lines = [
-        "beats: a heartbeat of every worker; hear: reports of the survivors; spread: encode, publish and send",
-        f"the epoch; total: from the loss to the epoch, with {LATENCY_S * 1e3:g} ms for each message; read: of one worker;",
+        "beats: a heartbeat of every worker; hear: reports of survivors",
+        "spread: encode, publish and send the epoch; read: of one worker",
+        f"total: from the loss to the epoch, with {LATENCY_S * 1e3:g} ms for each message",
         "node: what a node receives of the epoch; sent: what the leader sends",
     ]
     real = result.get("real")
