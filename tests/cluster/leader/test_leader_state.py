@@ -339,10 +339,8 @@ def test_no_module_of_the_state_machine_awaits_or_reads_a_clock_or_does_io() -> 
             continue
         seen.add(name)
         for node in ast.walk(ast.parse(path.read_text())):
-            imported = node.module if isinstance(node, ast.ImportFrom) else None
-            names = (
-                [imported or ""] if imported else [a.name for a in node.names] if isinstance(node, ast.Import) else []
-            )
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert not IMPURE.intersection(each.split(".")[0] for each in names), f"{name} imports one of {names}"
             assert not isinstance(node, ast.Await | ast.AsyncFunctionDef), f"{name} awaits in line {node.lineno}"
             called = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
