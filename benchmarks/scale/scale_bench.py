@@ -88,8 +88,8 @@ def render_table(result: dict[str, Any]) -> Group:
         pad_edge=False,
         title="leader and epoch: processor time (simulated nodes)",
     )
-    columns = ("", "step", "beats", "halt", "reports", "decide", "spread", "total", "read", "epoch", "a node", "leader")
-    for name, unit in zip(columns, ("nodes", *["ms"] * 8, "kB", "gets kB", "sends kB"), strict=True):
+    columns = ("", "step", "beats", "halt", "hear", "decide", "spread", "total", "read", "epoch", "node", "sent")
+    for name, unit in zip(columns, ("nodes", *["ms"] * 8, *["kB"] * 3), strict=True):
         table.add_column(f"{name}\n{unit}", justify="right")
     for row in result["rows"]:
         times = [1e3 * row[f"{name}_s"] for name in ("halt", "report", "decide", "spread", "recovery", "adopt")]
@@ -101,8 +101,10 @@ def render_table(result: dict[str, Any]) -> Group:
             *(f"{value:,.0f}" for value in (*times, *sizes)),
         )
     lines = [
-        "beats: a heartbeat of every worker; spread: encode, publish and send the epoch",
-        f"total: from the loss to the epoch, with {LATENCY_S * 1e3:g} ms for each message; read: of one worker",
+        "beats: a heartbeat of every worker; hear: reports of survivors",
+        "spread: encode, publish and send the epoch; read: of one worker",
+        f"total: from the loss to the epoch, with {LATENCY_S * 1e3:g} ms for each message",
+        "node: what a node receives of the epoch; sent: what the leader sends",
     ]
     real = result.get("real")
     if real is not None:

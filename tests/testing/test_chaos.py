@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from culm.cli import main
+from culm.cluster.leader.output import input_log
 from culm.cluster.node_faults import NoticeToNode
 from culm.errors import UsageError
 from culm.strategies import known_names
@@ -140,6 +142,21 @@ def test_seeds_start_at_the_first_option(capsys: pytest.CaptureFixture[str]) -> 
     assert [failed["seed"] for failed in json.loads(out)["failed"]] == [40, 41]
 
 
+def test_the_files_of_a_seed_are_kept_and_the_decisions_of_its_leaders_replayed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, _, _ = run(capsys, "--seed", "21", "--workers-per-node", "2", "--out", str(tmp_path / "run"))
+    assert code == 0
+    logs = sorted((tmp_path / "run").glob("leader-*.log"))
+    assert len(logs) == 2, "the first leader is lost"
+    for log in logs:
+        count, difference = input_log.replay(log)
+        assert count > 20
+        assert difference is None
+    code, _, err = run(capsys, "--seed", "21", "--out", str(tmp_path / "run"))
+    assert (code, "is not an empty folder" in err) == (2, True)
+
+
 def test_a_seed_is_replayed_with_its_history(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "--seed", "7")
     assert code == 0
@@ -187,6 +204,7 @@ def test_a_failure_is_replayed_with_its_differences_and_history(capsys: pytest.C
         (["--seed", "-1"], "culm: --seed is -1: use a whole number of at least 0"),
         (["--seed", "1", "--seeds", "2"], "culm: --seed 1 replays one and --seeds 2 tries many: give one of them"),
         (["--seed", "1", "--first", "2"], "culm: --seed 1 replays one and --first 2 tries many: give one of them"),
+        (["--out", "run"], "culm: --out keeps the files of one run: name its seed with --seed"),
         (["--first", "-2"], "culm: --first is -2: use a whole number of at least 0"),
         (["--changing", "--strategy", "none"], "culm: --changing needs a strategy that goes on after a loss: add one"),
         (["--strategy", "hope"], "culm: --strategy 'hope' cannot be tested by chaos: use "),

@@ -304,17 +304,20 @@ def _uneven_costs(seed: int, model_info: ModelInfo) -> ModelInfo:
     return dataclasses.replace(model_info, profile=msgspec.structs.replace(model_info.profile, layers=layers))
 
 
-def run_scenario(scenario: Scenario) -> ChaosResult:
-    """Run a scenario. If the run fails or differs from the expected result, that is the `failure` of the outcome."""
+def run_scenario(scenario: Scenario, out: str | None = None) -> ChaosResult:
+    """Run a scenario. If the run fails or differs from the expected result, that is the `failure` of the outcome.
+
+    `out`: keep the files of the run in this folder.
+    """
     job_features = tuple(name for name in scenario.features if name != "checkpoints")
     job = make_job(job_features, scenario.exact, scenario.micro_batches, scenario.steps)
     expected = _expected_result(job_features, scenario.exact, scenario.micro_batches, scenario.steps)
-    with _memory_folder(scenario.seed) as folder:
+    with _memory_folder(scenario.seed) if out is None else contextlib.nullcontext(out) as folder:
         try:
             model_info = _model_check(frozenset(job_features) & _MODEL_FEATURES, job.exact)
             setup = prepare_run(
                 job,
-                _request(scenario, folder),
+                _request(scenario, folder, keeps_files=out is not None),
                 model_info=_uneven_costs(scenario.seed, model_info) if scenario.schedule == PLANNED else model_info,
                 measure=False,
             )
@@ -338,7 +341,7 @@ def _memory_folder(seed: int) -> Iterator[str]:
             files.rm(folder, recursive=True)
 
 
-def _request(scenario: Scenario, folder: str) -> RunConfig:
+def _request(scenario: Scenario, folder: str, *, keeps_files: bool) -> RunConfig:
     kept = "checkpoints" in scenario.features
     return RunConfig(
         pipelines=scenario.pipelines,
@@ -347,7 +350,7 @@ def _request(scenario: Scenario, folder: str) -> RunConfig:
         schedule=scenario.schedule,
         strategy=scenario.strategy,
         reconfigure=scenario.reconfigure,
-        out=folder if kept else None,
+        out=folder if kept or keeps_files else None,
         checkpoint_every=1 if kept else 0,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 
 from culm import Job
 from culm.cli import app
+from culm.cluster.leader import leader_state
 from culm.cluster.leader.events import (
     Call,
     CommitCheckpoint,
@@ -51,6 +53,9 @@ from culm.testing import Faults
 from culm.testing.chaos import make_job
 
 NODES = 4
+IMPURE = {"asyncio", "time", "os", "threading", "subprocess", "socket", "pathlib", "random"}
+SHELL = {"culm.cluster.leader.output.hook_runner", "culm.cluster.leader.stored_snapshot"}
+"""Modules of which the state machine takes the messages, and which contain the code that sends them as well."""
 
 
 def hook_steps(instructions: list[Instruction]) -> list[int]:
@@ -321,6 +326,27 @@ def epoch_without(leader: Driver, node: int) -> Epoch:
     found = recovery_epoch(leader.state.setup, old, body.number, "agent-0", body.inventories, body.committed)  # type: ignore[arg-type]
     assert node not in {member.node for member in found.epoch.present_members}
     return found.epoch
+
+
+def test_no_module_of_the_state_machine_awaits_or_reads_a_clock_or_does_io() -> None:
+    """Its modules: all of the package that are imported from leader_state, except by modules that only run."""
+    package = "culm.cluster.leader"
+    folder, waiting, seen = Path(leader_state.__file__).parent, [f"{package}.leader_state"], set[str]()
+    while waiting:
+        name = waiting.pop()
+        path = folder.joinpath(*name.removeprefix(package + ".").split(".")).with_suffix(".py")
+        if name in seen or name in SHELL or not path.exists():
+            continue
+        seen.add(name)
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not IMPURE.intersection(each.split(".")[0] for each in names), f"{name} imports one of {names}"
+            assert not isinstance(node, ast.Await | ast.AsyncFunctionDef), f"{name} awaits in line {node.lineno}"
+            called = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+            assert called not in ("open", "print", "input"), f"{name} calls {called}"
+            waiting += [each for each in names if each.startswith(package + ".")]
+    assert {"membership", "epoch_change", "worker_failures"} <= {name.rpartition(".")[2] for name in seen}
 
 
 def test_after_the_end_there_are_no_instructions() -> None:

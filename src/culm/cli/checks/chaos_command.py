@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -33,17 +34,24 @@ def chaos(
         int | None,
         typer.Option(help="Workers of each node, which are lost together: 1, 2 or 3; default: drawn, mostly 1."),
     ] = None,
+    out: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="With --seed: keep the run's files in this folder, as for culm replay."),
+    ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the result as JSON; all else goes to stderr.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Inject random faults into simulated clusters, and check that each run learns what one process would."""
     with report_errors(debug=debug):
         numbers = _seeds_to_run(seeds, seed, first)
+        if out is not None:
+            _check_folder(out, seed)
         from culm.testing.chaos import check_strategies, coverage
 
         strategies = check_strategies(strategy or ())
         began = time.monotonic()
-        outcomes = _run_scenarios([_scenario(number, strategies, changing, workers_per_node) for number in numbers])
+        scenarios = [_scenario(number, strategies, changing, workers_per_node) for number in numbers]
+        outcomes = _run_scenarios(scenarios, out)
         result = _result(outcomes, coverage(o for o in outcomes if not o.failure), time.monotonic() - began)
         if json_:
             print(json.dumps(result))
@@ -77,11 +85,18 @@ def _scenario(seed: int, strategies: Sequence[str], reshaping: bool, workers_per
     return random_scenario(seed, strategies, reshaping=reshaping, workers_per_node=K)
 
 
-def _run_scenarios(scenarios: Sequence[Scenario]) -> list[ChaosResult]:
+def _check_folder(out: str, seed: int | None) -> None:
+    if seed is None:
+        raise UsageError("--out keeps the files of one run: name its seed with --seed")
+    if Path(out).exists() and (not Path(out).is_dir() or any(Path(out).iterdir())):
+        raise UsageError(f"--out {out} is not an empty folder: name another one")
+
+
+def _run_scenarios(scenarios: Sequence[Scenario], out: str | None) -> list[ChaosResult]:
     from culm.testing.chaos import run_scenario
 
     with _progress(len(scenarios)) as progress:
-        return [progress(run_scenario(scenario)) for scenario in scenarios]
+        return [progress(run_scenario(scenario, out)) for scenario in scenarios]
 
 
 @contextmanager
