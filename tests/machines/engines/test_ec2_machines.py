@@ -188,7 +188,7 @@ def test_of_the_types_that_culm_proposes_those_that_a_region_lacks_are_left_out(
     assert _checked(provider(), [unknown, sold], any_=True, dry_run=False) == ((sold,), "")
     for proposed in (True, False):
         with pytest.raises(UsageError, match=r"g5\.huge"):
-            _checked(provider(), [unknown] if proposed else [sold, unknown], any_=proposed)
+            _checked(provider(), [unknown] if proposed else [sold, unknown], any_=proposed, dry_run=False)
 
 
 def test_without_credentials_or_region_one_sentence_says_what_to_set(
