@@ -185,10 +185,10 @@ def test_a_request_that_can_not_work_is_refused_before_anything_is_started(
 
 def test_of_the_types_that_culm_proposes_those_that_a_region_lacks_are_left_out(aws: FakeAws) -> None:
     sold, unknown = SPOT, MachineRequest(count=1, instance="g5.huge")
-    assert _checked(provider(), [unknown, sold], any_=True, dry_run=False) == ((sold,), "")
+    assert _checked(provider(), [unknown, sold], 2, any_=True, dry_run=False) == ((sold,), "")
     for proposed in (True, False):
         with pytest.raises(UsageError, match=r"g5\.huge"):
-            _checked(provider(), [unknown] if proposed else [sold, unknown], any_=proposed, dry_run=False)
+            _checked(provider(), [unknown] if proposed else [sold, unknown], 2, any_=proposed, dry_run=False)
 
 
 def test_without_credentials_or_region_one_sentence_says_what_to_set(
