@@ -59,6 +59,7 @@ def launch(capsys: pytest.CaptureFixture[str], tmp_path: Path, *arguments: str) 
         (["--on", "local", "--instance", "g5"], "--instance is 'g5': machines of --on local have no instance"),
         (["--on", "hosts"], "--hosts is missing: name the hosts"),
         (["--on", "hosts", "--hosts", "-oProxyCommand=x"], "which is not a host"),
+        (["--on", "hosts", "--hosts", "a"], "--nodes is 2, and --hosts names 1: name more hosts"),
         (["--on", "hosts", "--hosts", "a", "--zone", "z"], "no host of --hosts is in it"),
         (["--on", "hosts", "--hosts", "a", "--program", ""], "--program is empty"),
         (["--on", "trace"], "--option trace is missing"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -18,15 +19,16 @@ if TYPE_CHECKING:
 DEFAULT_WAIT_S = 600.0
 _CONNECT_TIMEOUT_S = 5.0
 _POLL_S = 0.5
-_REMIND_S = 30.0
-"""Time between two sentences about what is waited for."""
+_REMIND_S, _MAX_REMIND_S = 30.0, 3600.0
+"""Time between the first two sentences about what is waited for, and the longest one."""
 
 
 async def find_job(access: EtcdAccess, name: str, wait_s: float | None, on_line: Callable[[str], None]) -> str:
     """The name of the job to join: `name`, or the only job if it is empty.
 
-    Waits for a job up to `wait_s` seconds. With None it waits ten minutes if there is no job at all, and not at all if
-    there are others: then the name is likely a typing error. Raises UsageError if the job does not appear.
+    Waits for a job up to `wait_s` seconds (math.inf: for ever). With None it waits ten minutes if there is no job at
+    all, and not at all if there are others: then the name is likely a typing error. Raises UsageError if the job does
+    not appear.
     """
     clock = RealClock()
     gateway = EtcdGateway(access, clock, attempt_timeout_s=derive_timeouts().store_call, log=on_line)
@@ -34,7 +36,7 @@ async def find_job(access: EtcdAccess, name: str, wait_s: float | None, on_line:
         await gateway.find_endpoint(_CONNECT_TIMEOUT_S)
         limit_s = DEFAULT_WAIT_S if wait_s is None else wait_s
         started = time.monotonic()
-        reminded = -_REMIND_S
+        remind_at, remind_s = 0.0, _REMIND_S
         while True:
             jobs = await _list_jobs(gateway)
             found = choose_job(jobs, name, waits=wait_s is not None)
@@ -43,9 +45,10 @@ async def find_job(access: EtcdAccess, name: str, wait_s: float | None, on_line:
                 return found
             if waited_s >= limit_s:
                 raise UsageError(f"no {_job_words(name)} was started within {limit_s:.0f} s: {_known_words(jobs)}")
-            if waited_s - reminded >= _REMIND_S:
-                reminded = waited_s
-                on_line(f"waiting for {_job_words(name)} to be started with culm run, up to {limit_s - waited_s:.0f} s")
+            if waited_s >= remind_at:
+                remind_at, remind_s = waited_s + remind_s, min(_MAX_REMIND_S, 2 * remind_s)
+                until = f", up to {limit_s - waited_s:.0f} s" if math.isfinite(limit_s) else ""
+                on_line(f"waiting for {_job_words(name)} to be started with culm run{until}")
             await clock.sleep(_POLL_S)
     finally:
         await gateway.close()

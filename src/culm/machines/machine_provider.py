@@ -152,7 +152,7 @@ class MachineProvider(Protocol):
 
     def check(self, request: MachineRequest) -> None:
         """Raise UsageError if the engine does not have such machines, and EngineMissing if its programs, libraries or
-        credentials are missing here. Starts nothing."""
+        credentials are missing here. `request` has the number of machines that the run wants. Starts nothing."""
 
     def manifest(self, spec: LaunchSpec, request: MachineRequest) -> str:
         """What `--dry-run` prints: the manifest, script or request for these machines, complete but without secrets. It

@@ -175,7 +175,7 @@ def test_a_zone_is_kept_and_the_fleet_chooses_by_price_and_capacity(
         (SPOT, {"colour": "red"}, "ec2 has no such option"),
     ],
 )
-def test_a_request_that_cannot_work_is_refused_before_anything_is_started(
+def test_a_request_that_can_not_work_is_refused_before_anything_is_started(
     aws: FakeAws, asked: MachineRequest, options: dict[str, str], words: str
 ) -> None:
     with pytest.raises((UsageError, RunError), match=words):
@@ -185,10 +185,10 @@ def test_a_request_that_cannot_work_is_refused_before_anything_is_started(
 
 def test_of_the_types_that_culm_proposes_those_that_a_region_lacks_are_left_out(aws: FakeAws) -> None:
     sold, unknown = SPOT, MachineRequest(count=1, instance="g5.huge")
-    assert _checked(provider(), [unknown, sold], any_=True, dry_run=False) == ((sold,), "")
+    assert _checked(provider(), [unknown, sold], 2, any_=True, dry_run=False) == ((sold,), "")
     for proposed in (True, False):
         with pytest.raises(UsageError, match=r"g5\.huge"):
-            _checked(provider(), [unknown] if proposed else [sold, unknown], any_=proposed, dry_run=False)
+            _checked(provider(), [unknown] if proposed else [sold, unknown], 2, any_=proposed, dry_run=False)
 
 
 def test_without_credentials_or_region_one_sentence_says_what_to_set(
@@ -267,7 +267,7 @@ def test_an_instance_reads_the_token_into_a_file_of_root_and_starts_its_agent(tm
 
 
 @pytest.mark.parametrize("broken", [{"parameter": "exit 254"}, {"setup": "false"}])
-def test_an_instance_that_cannot_join_shuts_itself_down(tmp_path: Path, broken: dict[str, str]) -> None:
+def test_an_instance_that_can_not_join_shuts_itself_down(tmp_path: Path, broken: dict[str, str]) -> None:
     boot = Boot(tmp_path, **broken)
     assert boot.status != 0
     assert boot.calls[-1] == "shutdown -h now"

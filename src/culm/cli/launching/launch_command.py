@@ -172,7 +172,7 @@ def launch(
         )
         provider = open_machine_provider(on, ProviderSettings(launch=order.launch, options=given))
         console = make_console(stderr=json_ or dry_run)
-        requests, unchecked = _checked(provider, order.requests, any_=any_, dry_run=dry_run)
+        requests, unchecked = _checked(provider, order.requests, count, any_=any_, dry_run=dry_run)
         order = msgspec.structs.replace(order, requests=requests)
         if not quiet or dry_run:
             console.print(offer_table(provider, order.requests, count))
@@ -243,7 +243,7 @@ def _instances(
 
 
 def _checked(
-    provider: MachineProvider, requests: Sequence[MachineRequest], *, any_: bool, dry_run: bool
+    provider: MachineProvider, requests: Sequence[MachineRequest], count: int, *, any_: bool, dry_run: bool
 ) -> tuple[tuple[MachineRequest, ...], str]:
     """The requests that the provider can serve, and why they could not be checked (empty: they were).
 
@@ -254,7 +254,7 @@ def _checked(
     refusals: list[UsageError] = []
     for request in requests:
         try:
-            provider.check(request)
+            provider.check(msgspec.structs.replace(request, count=count))
             served.append(request)
         except (EngineMissing, RunError) as missing:
             if not dry_run:

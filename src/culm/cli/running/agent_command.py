@@ -27,7 +27,8 @@ def agent(
     notice: Annotated[str, typer.Option(help=f"Source of preemption notices: {', '.join(NOTICE_SOURCES)}.")] = "none",
     grace: Annotated[float, typer.Option(help="Seconds to hand over after SIGTERM.")] = GRACE_S,
     wait: Annotated[
-        float | None, typer.Option(help="Seconds to wait for the job; default: 600, or 0 if there are other jobs.")
+        float | None,
+        typer.Option(help="Seconds to wait for the job, or inf; default: 600, or 0 if there are other jobs."),
     ] = None,
     machine: Annotated[
         str, typer.Option(envvar=MACHINE_VARIABLE, help="Id of this machine at the provider that started it.")
@@ -50,6 +51,8 @@ def agent(
         set_process_title("agent", config.job_name or "")  # the command line may contain a token
         if abandon_after is not None and not abandon_after > 0:
             raise UsageError(f"--abandon-after is {abandon_after:g}: use a number of seconds above 0")
+        if wait is not None and not wait >= 0:
+            raise UsageError(f"--wait is {wait:g}: use a number of seconds, 0 or more, or inf")
         join(
             config,
             zone=zone,

@@ -127,6 +127,11 @@ class SshHosts:
             raise UsageError("--hosts is missing: name the hosts, as in --hosts a,b,c or --hosts @FILE")
         if request.instance:
             raise UsageError(f"--instance is {request.instance!r}: hosts have no instance type, omit it")
+        if not request.zone and len(self._hosts) < request.count:
+            raise UsageError(
+                f"--nodes is {request.count}, and --hosts names {len(self._hosts)}: name more hosts (one that is named "
+                f"twice gets two machines), or use --nodes {len(self._hosts)}"
+            )
         if request.zone and all(host.zone != request.zone for host in self._hosts):
             raise UsageError(f"--zone is {request.zone!r}, and no host of --hosts is in it")
 
