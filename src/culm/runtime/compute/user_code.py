@@ -6,7 +6,10 @@ a frame is contiguous. A layer may write into its input, as it may in one proces
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, SupportsFloat
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +23,8 @@ from culm.runtime.compute.user_errors import ASYNC_USER_EXCEPTIONS
 if TYPE_CHECKING:
     from culm.job import Job
     from culm.runtime.compute.model_state import LayerReplica
+
+T = TypeVar("T")
 
 
 class UserCodeTraits:
@@ -136,6 +141,31 @@ def call_layer(layer: LayerReplica, values: Activations, seed: int) -> Activatio
     if layer.traits.is_incomplete and layer.module.training:
         layer.traits.update_from_run(prepared, values)
     return pack_activations(output, f"the output of {layer.label}") if not isinstance(output, Tensor) else (output,)
+
+
+def call_within(seconds: float, function: Callable[[], T], message: str) -> T:
+    """Call a function of the user in a thread of its own, and return its result. Raises JobError with this message if
+    it takes longer: the thread is left behind, and does not keep the process alive."""
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(function())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        return result.result(seconds)
+    except TimeoutError:
+        if result.done():  # raised by the function itself
+            raise
+        raise JobError(message) from None
+
+
+def late_message(job: Job) -> str:
+    """The end of a sentence about data that `call_within` waited for."""
+    return f"within {job.loader_timeout:g} s: a data set must not hang, and Job.loader_timeout allows more time"
 
 
 def compute_loss(
