@@ -6,9 +6,9 @@ a frame is contiguous. A layer may write into its input, as it may in one proces
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
 
 import torch
@@ -144,23 +144,30 @@ def call_layer(layer: LayerReplica, values: Activations, seed: int) -> Activatio
 
 
 def call_within(seconds: float, function: Callable[[], T], message: str) -> T:
-    """Call a function of the user in a thread of its own, and return its result. Raises JobError with this message if
-    it takes longer: the thread is left behind, and does not keep the process alive."""
-    result: Future[T] = Future()
+    """Call a function of the user and return its result. Raises JobError with this message if it takes longer.
 
-    def run() -> None:
-        try:
-            result.set_result(function())
-        except BaseException as error:
-            result.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
+    It is interrupted by a signal, and not run in another thread, because some data sets depend on their thread. So
+    there is no limit outside of the main thread, or while the process uses this timer for something else.
+    """
+    if threading.current_thread() is not threading.main_thread() or signal.getitimer(signal.ITIMER_REAL)[0]:
+        return function()
+    before = signal.signal(signal.SIGALRM, _raise_too_late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
-        return result.result(seconds)
-    except TimeoutError:
-        if result.done():  # raised by the function itself
-            raise
+        return function()
+    except _TooLate:
         raise JobError(message) from None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+class _TooLate(BaseException):
+    """Interrupts user code, which catches no exception of this kind."""
+
+
+def _raise_too_late(_signal: int, _frame: object) -> None:
+    raise _TooLate
 
 
 def late_message(job: Job) -> str:
