@@ -105,10 +105,25 @@ def test_hugging_face_streams_continue_from_their_state() -> None:
 def test_a_stream_that_fails_names_the_item_and_an_empty_one_the_fix() -> None:
     with pytest.raises(LayerFailed, match=r"Job.data raised OSError for item 6: no connection"):
         Stream(Lines(fails_at=6))[8]
+    stream = Stream(Generated())
+    for _ in range(2):  # a generator that raised is at its end: the second try must not begin another pass
+        with pytest.raises(LayerFailed, match="for item 3: row 3"):
+            stream[4]
+    assert stream[2] == 2
     with pytest.raises(JobError, match="it needs at least one item"):
         Stream(Lines(0))[0]
     with pytest.raises(JobError, match="use a data set with len"):
         Stream(3)
+
+
+class Generated(IterableDataset[Any]):
+    """A generator that fails in its fourth item."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(9):
+            if number == 3:
+                raise OSError("row 3")
+            yield number
 
 
 class Shuffled(IterableDataset[Any]):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +57,57 @@ class _Late:
 def test_a_token_id_beyond_the_vocabulary(data: Any) -> None:
     layers = gpt("nano", width=8, blocks=1, heads=1, context=4, vocab=16)
     text = refusal(layers=layers, loss=gpt_loss, data=data)
-    assert text.startswith("Job.data has the token id ")
+    assert " of Job.data has the token id " in text
     assert "the embedding in layer 0 has 16 rows" in text
     check_model(tiny_jobs.job(layers=layers, loss=gpt_loss, data=RandomTokens(vocab=16, length=4, count=32)))
+
+
+def test_token_ids_of_streams_evaluations_and_collated_items_are_checked() -> None:
+    fields: dict[str, Any] = {
+        "layers": gpt("nano", width=8, blocks=1, heads=1, context=4, vocab=16),
+        "loss": gpt_loss,
+        "data": RandomTokens(vocab=16, length=4, count=32),
+    }
+    late = [_Late()[index] for index in range(8)]
+    assert "item 7 of Job.evaluate has the token id 99" in refusal(**fields, evaluate=_Late(), evaluate_every=1)
+    assert "item 7 of Job.data has the token id 99" in refusal(**{**fields, "data": _Endless(late)}, global_batch=8)
+    check_model(tiny_jobs.job(**{**fields, "data": _Endless(late[:7])}))
+    records = [{"ids": ids} for ids, _ in [*late[:7] * 3, late[7]]]
+    text = refusal(**{**fields, "data": records}, collate=lambda items: (torch.stack([i["ids"] for i in items]),) * 2)
+    assert "item 21 of Job.data has the token id 99" in text
+
+
+class _Endless:
+    """A stream of the same items."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+    def __iter__(self) -> Any:
+        return iter(self.items)
+
+
+class _Hangs:
+    """A data set whose third item never comes."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 2:
+            self.gate.wait()
+        return torch.ones(4, dtype=torch.long), torch.ones(4, dtype=torch.long)
+
+
+def test_a_data_set_that_hangs_before_the_run_is_named() -> None:
+    data = _Hangs()
+    layers = gpt("nano", width=8, blocks=1, heads=1, context=4, vocab=16)
+    text = refusal(layers=layers, loss=gpt_loss, data=data, loader_timeout=0.3, global_batch=2, micro_batch=1)
+    data.gate.set()
+    assert re.search(r"Job\.data did not deliver (item 2|its first items) within 0\.3 s", text)
 
 
 def test_a_bad_item_of_the_evaluation_set_is_named_as_such() -> None:

@@ -236,8 +236,10 @@ class Stream:
         try:
             return next(self._iterator, _END)
         except CulmError:
+            self._iterator = None
             raise
         except USER_EXCEPTIONS as error:
+            self._iterator = None  # a generator that raised would end here when it is asked again
             raise LayerFailed(
                 f"Job.data raised {type(error).__name__} for item {self._next}{message_suffix(error)}"
             ) from error

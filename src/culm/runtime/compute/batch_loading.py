@@ -181,7 +181,7 @@ def load_micro_batch(job: Job, step: int, micro: int, device: torch.device) -> M
     """Load micro-batch `micro` of `step`. Random draws of the data set and of the collation are seeded by
     (seed, step, micro)."""
     seed_everything(derive_seed(job.seed, "data", step, micro))
-    return _load_batch(job, "data", sample_indices(job, step, micro), device)
+    return load_items(job, "data", sample_indices(job, step, micro), device)
 
 
 def load_evaluation_batch(job: Job, micro: int, device: torch.device) -> MicroBatch:
@@ -190,7 +190,7 @@ def load_evaluation_batch(job: Job, micro: int, device: torch.device) -> MicroBa
     seed_everything(derive_seed(job.seed, "evaluate", micro))
     first = micro * job.micro_batch
     items = range(first, min(first + job.micro_batch, len(job.evaluate)))
-    return _load_batch(job, "evaluate", items, device)
+    return load_items(job, "evaluate", items, device)
 
 
 def evaluation_micro_batches(job: Job) -> int:
@@ -207,16 +207,24 @@ def evaluation_contribution(job: Job, micro: int, loss: Tensor, weight: Tensor |
     return loss.item() * items, items
 
 
-def _load_batch(job: Job, field: str, indices: Sequence[int], device: torch.device) -> MicroBatch:
+def load_items(job: Job, field: str, indices: Sequence[int], device: torch.device) -> MicroBatch:
+    """Load items of Job.data or Job.evaluate as one micro-batch. Raises LayerFailed, which names the items, for an
+    exception of the data set or of the collation."""
     data: Dataset = getattr(job, field)
     try:
         items = [data[index] for index in indices]
+    except LayerFailed:  # of a stream, which names the item
+        raise
+    except JobError as error:  # of culm.data, which says what is wrong
+        raise LayerFailed(f"Job.{field} cannot load item {list(indices)}: {error}") from error
     except ASYNC_USER_EXCEPTIONS as error:
         raise LayerFailed(
             f"Job.{field} raised {type(error).__name__} for item {list(indices)}{message_suffix(error)}"
         ) from error
     try:
         batch = (job.collate or _default_collate)(items)
+    except JobError as error:
+        raise LayerFailed(f"Job.{field} cannot load item {list(indices)}: {error}") from error
     except ASYNC_USER_EXCEPTIONS as error:
         what = f"the collation of Job.{field} raised {type(error).__name__} for items {list(indices)}"
         raise LayerFailed(f"{what}{message_suffix(error)}") from error

@@ -6,9 +6,10 @@ checked, too. Code that cannot run on fake tensors (because it reads values) is 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +21,13 @@ from culm.errors import CulmError, JobError, LayerFailed, message_suffix
 from culm.metric import declared_metrics, refusing_records
 from culm.plan.model.model_profile import LayerCost, Profile
 from culm.runtime.compute import buffer_statistics
-from culm.runtime.compute.batch_loading import Activations, load_evaluation_batch, load_micro_batch, map_structure
+from culm.runtime.compute.batch_loading import (
+    Activations,
+    MicroBatch,
+    load_evaluation_batch,
+    load_micro_batch,
+    map_structure,
+)
 from culm.runtime.compute.device import select_device
 from culm.runtime.compute.lr_schedule import LearningRates
 from culm.runtime.compute.metric_values import MetricValues
@@ -34,13 +41,14 @@ from culm.runtime.compute.model_state import (
 from culm.runtime.compute.rng import derive_seed, seed_everything
 from culm.runtime.compute.saved_tensors import SavedTensorBytes
 from culm.runtime.compute.token_check import check_token_ids
-from culm.runtime.compute.user_code import call_layer, detach_contiguous
+from culm.runtime.compute.user_code import call_layer, call_within, detach_contiguous, late_message
 from culm.runtime.compute.user_errors import ASYNC_USER_EXCEPTIONS
 from culm.runtime.epoch import LayerInput
 
 if TYPE_CHECKING:
     from culm.job import Job
 
+T = TypeVar("T")
 _FLOPS_PER_S = 5e10
 _BYTES_PER_S = 1e10
 _CALL_S = 2e-5
@@ -82,14 +90,7 @@ def check_model(job: Job) -> ModelInfo:
     """Check every layer. Raises JobError, which names the field, for wrong layers, data, tied names or loss."""
     device = torch.device("cpu")
     job = replace(job, compile=False)  # fake tensors have no kernels
-    try:
-        evaluated = load_evaluation_batch(job, 0, device) if job.evaluate_every else None
-        inputs, target, _ = load_micro_batch(job, 0, 0, device)
-        if isinstance(job.data, Stream):
-            seed_everything(derive_seed(job.seed, "another reader"))
-            job.data.check_repeatable()
-    except LayerFailed as error:
-        raise JobError(str(error)) from error
+    (inputs, target, _), evaluated = _load_first(job, device)
     check_token_ids(job, inputs)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as fake:
@@ -105,6 +106,30 @@ def check_model(job: Job) -> ModelInfo:
         if evaluated is not None and _shapes(evaluated[0]) != _shapes(inputs):
             _check_evaluation(job, evaluated[0])
         return info
+
+
+def _load_first(job: Job, device: torch.device) -> tuple[MicroBatch, MicroBatch | None]:
+    """The first micro-batch of Job.data and of Job.evaluate. Raises JobError for items that cannot be loaded, a data
+    set that hangs, and a stream that is not repeatable."""
+
+    def check_stream() -> None:
+        if isinstance(job.data, Stream):
+            seed_everything(derive_seed(job.seed, "another reader"))
+            job.data.check_repeatable()
+
+    def load(function: Callable[[], T], field: str) -> T:
+        late = f"Job.{field} did not deliver its first items {late_message(job)}"
+        return call_within(job.loader_timeout, function, late)
+
+    try:
+        evaluated = None
+        if job.evaluate_every:
+            evaluated = load(lambda: load_evaluation_batch(job, 0, device), "evaluate")
+        first = load(lambda: load_micro_batch(job, 0, 0, device), "data")
+        load(check_stream, "data")
+    except LayerFailed as error:
+        raise JobError(str(error)) from error
+    return first, evaluated
 
 
 def _shapes(values: Activations) -> list[tuple[torch.Size, torch.dtype]]:

@@ -8,30 +8,42 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from culm.errors import JobError
-from culm.runtime.compute.batch_loading import Activations, pack_activations
+from culm.data.stream import Stream
+from culm.errors import JobError, LayerFailed
+from culm.runtime.compute.batch_loading import Activations, load_items
 from culm.runtime.compute.model_state import build_layer
+from culm.runtime.compute.user_code import call_within, late_message
 from culm.runtime.compute.user_errors import ASYNC_USER_EXCEPTIONS
 
 if TYPE_CHECKING:
     from culm.job import Job
 
+_CPU = torch.device("cpu")
 _SAMPLED_ITEMS = 64
 """Items besides the first micro-batch that are looked at, evenly over the data."""
 
 
 def check_token_ids(job: Job, inputs: Activations) -> None:
-    """Raises JobError if an input of the first layer has an id that its embedding does not have. `inputs`: of the first
-    micro-batch."""
+    """Raises JobError if an input of the first layer has an id that its embedding does not have, or if the collation
+    refuses an item. `inputs`: of the first micro-batch."""
     if not any(_is_ids(value) for value in inputs):
         return
-    for position, size in _embedding_sizes(job, inputs).items():
-        _check("the first micro-batch", inputs[position], size)
-        stride = max(1, len(job.data) // _SAMPLED_ITEMS)
-        for index in range(0, len(job.data), stride):
-            values = _item_inputs(job, index)
-            if len(values) == len(inputs) and _is_ids(values[position]):
-                _check(f"item {index}", values[position], size)
+    sizes = _embedding_sizes(job, inputs)
+    for position, size in sizes.items():
+        _check("the first micro-batch of Job.data", inputs[position], size)
+    for field in ("data", "evaluate") if job.evaluate_every else ("data",):
+        for index in _sampled_indices(getattr(job, field)) if sizes else ():
+            values = _item_inputs(job, field, index)
+            for position, size in sizes.items():
+                if len(values) == len(inputs) and _is_ids(values[position]):
+                    _check(f"item {index} of Job.{field}", values[position], size)
+
+
+def _sampled_indices(data: Any) -> range:
+    """Items evenly over a data set; of a stream, those of the first step."""
+    if isinstance(data, Stream):
+        return range(min(data.block, _SAMPLED_ITEMS))
+    return range(0, len(data), max(1, len(data) // _SAMPLED_ITEMS))
 
 
 def _is_ids(value: object) -> bool:
@@ -42,7 +54,7 @@ def _check(where: str, ids: Tensor, size: int) -> None:
     if int(ids.max()) >= size or int(ids.min()) < 0:
         wrong = int(ids.max()) if int(ids.max()) >= size else int(ids.min())
         raise JobError(
-            f"Job.data has the token id {wrong} in {where}, and the embedding in layer 0 has {size} rows: use a "
+            f"{where} has the token id {wrong}, and the embedding in layer 0 has {size} rows: use a "
             "vocabulary that has all tokens of the data"
         )
 
@@ -73,15 +85,13 @@ def _embedding_sizes(job: Job, inputs: Activations) -> dict[int, int]:
     return found
 
 
-def _item_inputs(job: Job, index: int) -> Activations:
-    """The inputs of an item; empty if it is not a pair of tensors, which only the collation understands."""
+def _item_inputs(job: Job, field: str, index: int) -> Activations:
+    """The inputs of an item after collation; empty if user code fails: the step that needs the item reports it. Raises
+    JobError if culm's own data set or collation refuses the item, or if it hangs."""
     try:
-        item = job.data[index]
-    except ASYNC_USER_EXCEPTIONS:  # the step that needs the item reports it
-        return ()
-    if not isinstance(item, tuple | list) or len(item) != 2:
-        return ()
-    try:
-        return pack_activations(item[0], "the input")
-    except JobError:
+        late = f"Job.{field} did not deliver item {index} {late_message(job)}"
+        return call_within(job.loader_timeout, lambda: load_items(job, field, [index], _CPU), late).inputs
+    except LayerFailed as error:
+        if isinstance(error.__cause__, JobError):
+            raise JobError(str(error)) from error
         return ()

@@ -6,7 +6,10 @@ a frame is contiguous. A layer may write into its input, as it may in one proces
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, SupportsFloat
+import signal
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +23,8 @@ from culm.runtime.compute.user_errors import ASYNC_USER_EXCEPTIONS
 if TYPE_CHECKING:
     from culm.job import Job
     from culm.runtime.compute.model_state import LayerReplica
+
+T = TypeVar("T")
 
 
 class UserCodeTraits:
@@ -136,6 +141,38 @@ def call_layer(layer: LayerReplica, values: Activations, seed: int) -> Activatio
     if layer.traits.is_incomplete and layer.module.training:
         layer.traits.update_from_run(prepared, values)
     return pack_activations(output, f"the output of {layer.label}") if not isinstance(output, Tensor) else (output,)
+
+
+def call_within(seconds: float, function: Callable[[], T], message: str) -> T:
+    """Call a function of the user and return its result. Raises JobError with this message if it takes longer.
+
+    It is interrupted by a signal, and not run in another thread, because some data sets depend on their thread. So
+    there is no limit outside of the main thread, or while the process uses this timer for something else.
+    """
+    if threading.current_thread() is not threading.main_thread() or signal.getitimer(signal.ITIMER_REAL)[0]:
+        return function()
+    before = signal.signal(signal.SIGALRM, _raise_too_late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        return function()
+    except _TooLate:
+        raise JobError(message) from None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+class _TooLate(BaseException):
+    """Interrupts user code, which catches no exception of this kind."""
+
+
+def _raise_too_late(_signal: int, _frame: object) -> None:
+    raise _TooLate
+
+
+def late_message(job: Job) -> str:
+    """The end of a sentence about data that `call_within` waited for."""
+    return f"within {job.loader_timeout:g} s: a data set must not hang, and Job.loader_timeout allows more time"
 
 
 def compute_loss(
