@@ -179,3 +179,10 @@ def test_a_password_over_http_needs_the_option_that_allows_it(monkeypatch: pytes
 def test_an_unknown_choice_of_encryption_is_refused() -> None:
     with pytest.raises(UsageError, match="no --encrypt 'yes': use auto or on or off"):
         merge_options(None, {"encrypt": "yes"})
+
+
+def test_what_sums_gradients_is_checked() -> None:
+    with pytest.raises(UsageError, match="no --reduce 'mpi': use auto or nccl or gloo"):
+        merge_options(None, {"reduce": "mpi"})
+    with pytest.raises(UsageError, match="--reduce nccl and --encrypt on contradict each other"):
+        RunConfig(reduce="nccl", encrypt="on")

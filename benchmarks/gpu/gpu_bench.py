@@ -54,7 +54,10 @@ GPT_CPU = GPTSpec(name="gpt small", width=64, tokens=32, items=64, precision="bf
 _MPS_SHARE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 _MPS_PIPES = "CUDA_MPS_PIPE_DIRECTORY"
 FULL = PipelineEffort(jobs=(), rounds=20, starts=2, round_s=2.0)
-QUICK = PipelineEffort(jobs=(), rounds=6, starts=1, round_s=0.3)
+QUICK = PipelineEffort(jobs=(), rounds=6, starts=1, round_s=2.0)
+"""Rounds of several steps: in a round of one step no work of the next one overlaps with its end."""
+_TRIAL_ROUND_S = 0.3
+"""On a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +189,8 @@ def run(
     if names and place == "cuda" and not torch.cuda.is_available():
         raise UsageError("this machine has no GPU that torch can use: add --device cpu to try the bench itself")
     effort = QUICK if quick else FULL
+    if place == "cpu":
+        effort = replace(effort, round_s=_TRIAL_ROUND_S)
     if rounds is not None:
         effort = replace(effort, rounds=rounds, starts=min(effort.starts, rounds))
     for name in names:

@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,9 +20,15 @@ from tests.testing.test_kill_at_every_action import STEP, moments, prepared_setu
 from torch import Tensor
 
 from culm.cluster.run_setup import RunSetup
+from culm.device.device_copies import DeviceCopies
 from culm.device.simulated_streams import SimulatedDevice, SimulatedDeviceFault, SimulatedStreams
+from culm.errors import DeviceFailed
+from culm.runtime import worker
 from culm.runtime.compute import grad_accumulator
+from culm.runtime.executor import Executor
+from culm.runtime.messages import FailureReport
 from culm.runtime.train_loop import TrainLoop
+from culm.runtime.worker_reports import build_failure_report
 from culm.runtime.worker_state import WorkerState
 from culm.schedule import Action, Kind
 from culm.testing import Faults
@@ -168,6 +175,38 @@ def test_a_device_that_reports_an_error_loses_its_node_and_not_the_run() -> None
     found = run(prepared_setup(2, 2, "1f1b", "reroute", True), Faults(), device)
     assert found.summary["preemptions"] == 1
     assert "the simulated device reported an error" in str(found.history)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_reported"),
+    [("an illegal memory access was encountered", False), ("device-side assert triggered", True)],
+)
+def test_an_exception_of_a_failed_device_loses_its_node_at_once(
+    error: str, is_reported: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where discarding what the action has left would fail. An assertion in a kernel may be the job's fault."""
+    calls = []
+
+    def failed(self: DeviceCopies) -> DeviceFailed | None:
+        calls.append(self)
+        return DeviceFailed(f"the device reported an error: CUDA error: {error}") if len(calls) == 1 else None
+
+    def cannot_discard(self: Executor) -> None:
+        raise RuntimeError(f"CUDA error: {error}")
+
+    def noted_report(*arguments: Any) -> FailureReport:
+        reports.append(build_failure_report(*arguments))
+        return reports[-1]
+
+    reports: list[FailureReport] = []
+    monkeypatch.setattr(worker, "build_failure_report", noted_report)
+    monkeypatch.setattr(DeviceCopies, "find_failure", failed)
+    monkeypatch.setattr(Executor, "discard_failed_action", cannot_discard)
+    setup = prepared_setup(2, 2, "1f1b", "reroute", True)
+    found = run(setup, Faults().fail(1, at="1F1", step=STEP), SimulatedDevice(seed=2))
+    assert found.summary["preemptions"] == 1
+    assert bool(reports) == is_reported
+    assert error in str(found.history)
 
 
 def test_a_device_that_hangs_loses_its_node_and_not_the_run() -> None:

@@ -198,6 +198,20 @@ def test_all_members_use_gloo_if_one_of_them_cannot_use_nccl(reason: str, odd: o
     SOCKETS.run(main())
 
 
+def test_workers_without_gpus_use_gloo_and_nothing_is_announced() -> None:
+    async def main() -> None:
+        async with SOCKETS.endpoints(2) as transports:
+            members = await joined(transports, [NoDeviceSums(), NoDeviceSums()])
+            parts = [torch.ones(3), torch.ones(3)]
+            await asyncio.gather(*(member.all_reduce(own) for member, own in zip(members, parts, strict=True)))
+            assert parts[0].tolist() == [2, 2, 2]
+            for member in members:
+                assert (member.on_device, member.library, member.fallback_reason) == (False, "gloo", "")
+                member.close()
+
+    SOCKETS.run(main())
+
+
 def test_a_halt_between_launch_and_completion_discards_the_value() -> None:
     """The other member never launches: it has died."""
 

@@ -84,6 +84,30 @@ def test_a_message_ends_the_polling_for_a_frame() -> None:
     run_with_timeout(main())
 
 
+def test_a_worker_with_a_device_does_not_block_its_event_loop_while_it_waits_for_a_frame() -> None:
+    """The event loop sends what the device has completed meanwhile."""
+
+    async def main() -> None:
+        a, b = SocketTransport(secret=SECRET), SocketTransport(secret=SECRET, spin_s=2 * TIMEOUT_S)
+        try:
+            await hello(a, b)
+            b.set_frame_memory(lambda tensors: None)
+            b.set_computing(True)
+            waiting = asyncio.create_task(b.receive(frame_key()))
+            await asyncio.sleep(0)
+            b.send(a.address, frame_key("output"), [torch.ones(2)])
+            await a.receive(frame_key("output"))
+            a.send(b.address, frame_key(), [torch.ones(3)])
+            (found,) = await waiting
+            assert found is not None
+            assert found.tolist() == [1, 1, 1]
+        finally:
+            await a.close()
+            await b.close()
+
+    run_with_timeout(main())
+
+
 async def hello(a: object, b: object) -> None:
     """Wait until the connection from a to b exists."""
     assert isinstance(a, SocketTransport)

@@ -170,6 +170,16 @@ class DeviceCopies:
             elif not await self.pool.wait_for_readers():
                 return
 
+    def find_failure(self) -> DeviceFailed | None:
+        """What the device reports, if it cannot be used any more. Does not wait."""
+        if self.is_synchronous:
+            return None
+        try:
+            self.streams.compute.record().is_complete()
+        except DeviceFailed as failure:
+            return failure
+        return None
+
     async def drain(self, seconds: float) -> None:
         """Wait until everything that was queued on the device is done. Raises DeviceFailed if it reports an error or
         takes longer than `seconds`."""

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 REFUSED_NCCL = (2, 28, 3), (2, 28, 8)
 """First and last version that may hang or fail after a group was aborted."""
+_ON_CPU = "a worker computes on the CPU"
+NO_GPUS = "all workers compute on the CPU"
 
 
 class NcclSupport(msgspec.Struct, frozen=True):
@@ -31,6 +33,8 @@ class NcclSupport(msgspec.Struct, frozen=True):
 
 def find_obstacle(members: Sequence[NcclSupport]) -> str:
     """Why these workers cannot use NCCL together; empty: they can."""
+    if all(member.unavailable == _ON_CPU for member in members):
+        return NO_GPUS
     for rank, member in enumerate(members):
         if member.unavailable:
             return member.unavailable
@@ -79,7 +83,7 @@ class NoDeviceSums:
     """Of a worker that computes on a CPU, beside others that may not."""
 
     def support(self) -> NcclSupport:
-        return NcclSupport("a worker computes on the CPU")
+        return NcclSupport(_ON_CPU)
 
     def connect(self, rendezvous: Rendezvous) -> DeviceCommunicator:
         del rendezvous

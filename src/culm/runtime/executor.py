@@ -167,6 +167,14 @@ class Executor:
         if not was_compiled:
             self.slowest_action_s = max(self.slowest_action_s, end - start)
 
+    @property
+    def failed_action(self) -> tuple[int, str] | None:
+        """After an exception: (step, action) of the action that raised it; None: no action was computing."""
+        if self.current_action is None:
+            return None
+        step, op = self.current_action
+        return step, op.label
+
     def discard_failed_action(self) -> tuple[int, str] | None:
         """After an exception: discard what the action that raised it has left half done. Returns (step, action); None:
         no action was computing."""

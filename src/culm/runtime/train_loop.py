@@ -86,6 +86,11 @@ class TrainLoop:
         no action of a step was computing."""
         return self._executor.discard_failed_action()
 
+    @property
+    def failed_action(self) -> tuple[int, str] | None:
+        """After an exception: (step, action) of the action that raised it; None: no action of a step was computing."""
+        return self._executor.failed_action
+
     def close(self) -> None:
         """Cancel the tasks of the epoch and leave its groups."""
         self._reducer.close()

@@ -210,9 +210,17 @@ class Worker:
         except BaseException as error:
             if not isinstance(error, Exception) and not _raised_by_user_code(error):
                 raise
-            failed = train_loop.discard_failed_action() if train_loop is not None else None
+            failure = self._copies.find_failure() if self._copies is not None else None
+            if failure is not None and not _may_be_the_jobs_fault(failure):
+                self._end_for(failure)
+                return
+            failed = None
+            if train_loop is not None:
+                failed = train_loop.discard_failed_action() if failure is None else train_loop.failed_action
             device = self.state.device if self.state is not None else None
             self._send(epoch.leader, build_failure_report(self.worker, error, epoch.number, failed, device))
+            if failure is not None:
+                self._end_for(failure)
         finally:
             if heartbeat is not None:
                 heartbeat.cancel()
@@ -273,6 +281,12 @@ class Worker:
         )
         await self.clock.after_action(self.node, epoch.start, "layers_received")
         return replicas
+
+
+def _may_be_the_jobs_fault(failure: DeviceFailed) -> bool:
+    """Whether a device failed because of an assertion in a kernel, such as for an index out of range. It will fail on
+    other nodes, too: the leader has to know."""
+    return "assert" in str(failure)
 
 
 def _raised_by_user_code(error: BaseException) -> bool:

@@ -104,7 +104,7 @@ class Transport(FrameSource, Protocol):
 
     def set_computing(self, computing: bool) -> None:
         """Between set_computing(True) and set_computing(False) the worker computes and calls `try_receive` often: no
-        other thread needs to read small frames for it."""
+        other thread needs to read small frames for it. Has no effect after `set_frame_memory`."""
 
     def set_frame_memory(self, allocate: FrameMemory) -> None:
         """Receive frames in memory that `allocate` returns, which a device can reach quickly. From then on `receive`

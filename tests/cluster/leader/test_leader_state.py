@@ -413,3 +413,13 @@ def test_a_full_log_keeps_its_beginning(tmp_path: Path) -> None:
     assert writer.is_full
     count, difference = input_log.replay(tmp_path / "leader-9.log")
     assert (count > 0, difference) == (True, None)
+
+
+def test_that_gradients_are_not_summed_over_nccl_is_said_once() -> None:
+    driver = Driver()
+    why = "two workers use one GPU: give each its own NCCL_HOSTID"
+    ready = messages.LayersReady(0, driver.state.epoch_number, 0.1, "gloo", reduce_fallback=why)
+    written = [each.event for each in (*driver.feed(ready), *driver.feed(ready)) if isinstance(each, WriteEvent)]
+    announced = [event for event in written if event["kind"] == "reduce_fallback"]
+    assert [(event["reduce"], event["why"]) for event in announced] == [("gloo", why)]
+    assert [event["reduce"] for event in written if event["kind"] == "ready"] == ["gloo"] * 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -280,17 +280,24 @@ class EventHandlers:
             state.end_before_step(state.earliest_end_step)
             state.log_event("stopped", step=state.earliest_end_step - 1, why="the run was interrupted")
 
+    def _announce_reduce(self, message: messages.LayersReady, where: Mapping[str, Any]) -> None:
+        """Say once that gradients are not summed over NCCL, where that could be expected."""
+        why = message.reduce_fallback
+        if not why and message.reduce not in ("", "nccl") and self.state.setup.config.get("reduce") == "nccl":
+            why = "the workers compute on the CPU"
+        if why and why != self._reduce_fallback:
+            self._reduce_fallback = why
+            self.state.log_event("reduce_fallback", **where, reduce=message.reduce, why=why)
+            way = "Gloo" if message.reduce == "gloo" else "encrypted connections"
+            self.state.show_incident(f"gradients are summed over {way} instead of NCCL: {why}")
+
     def _handle_ready(self, message: messages.LayersReady) -> None:
         state = self.state
         if message.epoch != state.epoch_number or self.epoch_change.halt_in_progress is not None:
             return
         where = state.members.event_fields(message.worker)
         state.log_event("ready", **where, seconds=message.seconds, reduce=message.reduce or None)
-        if message.reduce_fallback and message.reduce_fallback != self._reduce_fallback:
-            self._reduce_fallback = message.reduce_fallback
-            state.log_event("reduce_fallback", **where, reduce=message.reduce, why=message.reduce_fallback)
-            way = "Gloo" if message.reduce == "gloo" else "encrypted connections"
-            state.show_incident(f"gradients are summed over {way} instead of NCCL: {message.reduce_fallback}")
+        self._announce_reduce(message, where)
         state.members.ready_workers.add(message.worker)
         if not state.members.all_ready:
             return

@@ -24,11 +24,11 @@ class PerfettoEvent(msgspec.Struct):
 
     ph: str
     name: str = ""
-    cat: str = ""
     tid: int = 0
     ts: float = 0.0
     dur: float = 0.0
     args: dict[str, Any] = {}
+    cat: str = ""
 
 
 class PerfettoTrace(msgspec.Struct):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from culm.device.device_sums import DeviceCommunicator, DeviceSums, NcclSupport, find_obstacle
+from culm.device.device_sums import NO_GPUS, DeviceCommunicator, DeviceSums, NcclSupport, find_obstacle
 from culm.errors import DeviceFailed, EpochClosed, NodeLost
 from culm.transport.collectives.gloo import GlooGroup, reduce_failed
 from culm.transport.collectives.member_store import Rendezvous, run_in_daemon_thread
@@ -54,7 +54,7 @@ class NcclGroup:
         self._closed = False
         self.is_connecting = False
         self.fallback_reason = ""
-        """Why Gloo is used."""
+        """Why Gloo is used; empty where no member has a GPU."""
         self.broken_off = 0
         """Sums that were not complete when the group was closed."""
 
@@ -70,8 +70,9 @@ class NcclGroup:
         if len(self._members) == 1:
             return
         rendezvous = Rendezvous(self._transport, self._key, self._members)
-        self.fallback_reason = await rendezvous.run(self._connect(rendezvous))
-        if self.fallback_reason:
+        obstacle = await rendezvous.run(self._connect(rendezvous))
+        if obstacle:
+            self.fallback_reason = "" if obstacle == NO_GPUS else obstacle
             key = self._key._replace(name=f"{self._key.name} gloo")
             self._gloo = GlooGroup(self._transport, key, self._members)
             await self._gloo.join()

@@ -114,7 +114,8 @@ class SocketTransport:
         self._connection_to(to).send(frame_codec.encode_message(body))
 
     def set_computing(self, computing: bool) -> None:
-        self._io_thread.set_computing(computing)
+        if self._frame_memory is None:  # a device leaves the processor time to read every frame in advance
+            self._io_thread.set_computing(computing)
 
     def try_receive(self, key: FrameKey) -> Tensors | None:
         frame = self.mailbox.take(key)
