@@ -132,6 +132,7 @@ def prepare_run(
         start=manifest.step if manifest is not None else 0,
         gate=gate or ("hook" if job.on_step is not None else "open"),
         checkpoint_every=resolved.checkpoint_every,
+        checkpoint_interval_s=resolved.checkpoint_interval_s,
         keep_last=config.keep_last,
         storage_timeout=config.storage_timeout,
         out=config.out,

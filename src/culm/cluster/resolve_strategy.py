@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from culm import strategies
-from culm.plan.rent.strategy_goodput import GoodputInputs, PreemptionRisk
+from culm.plan.rent.strategy_goodput import GoodputInputs, PreemptionRisk, best_checkpoint_interval_s
 from culm.plan.replan.plan_case import PlanCase
 from culm.plan.replan.staggered_period import staggered_period
 from culm.plan.reshape.segment_costs import segment_costs
@@ -16,10 +16,12 @@ from culm.schedule import Costs, Plan, time_plan
 if TYPE_CHECKING:
     from culm.config import RunConfig
     from culm.plan.model.model_profile import Profile
-    from culm.strategies import Strategy
+    from culm.strategies import Strategy, StrategyChoice
 
 _MIN_BUBBLE_SHARE = 0.02
 """If workers are idle for a smaller share of the step, there is no room for forwards ahead of a loss."""
+_MAX_INTERVAL_S = 300.0
+"""The longest default time between two checkpoints, unless writing one takes longer."""
 _MIN_CHECKPOINTS_PER_RUN = 10
 """A strategy that restarts from checkpoints writes at least this many: the estimated length of a step may be wrong."""
 
@@ -34,7 +36,9 @@ class ResolvedStrategy:
     eager: bool = False
     """Whether shadow replicas run forwards ahead of a loss."""
     checkpoint_every: int = 0
-    """Steps between two checkpoints; 0: one at the end."""
+    """Steps between two checkpoints; 0: their number does not depend on steps."""
+    checkpoint_interval_s: float = 0.0
+    """Seconds between two checkpoints; 0: they do not depend on time."""
 
 
 @dataclass(frozen=True)
@@ -111,25 +115,30 @@ def resolve_strategy(request: RunConfig, inputs: StrategyInputs) -> ResolvedStra
     )
     asked.check(shape)
     chosen = asked.choose(inputs.goodput_inputs(request.preemption_rate), shape)
-    every, checkpoint_note = _checkpoint_interval(request, asked, chosen.strategy, inputs, chosen.checkpoint_interval_s)
+    every, seconds, checkpoint_note = _checkpoint_interval(request, asked, chosen, inputs)
     eager, eager_note = _eager_forwards(chosen.strategy, inputs)
-    return ResolvedStrategy(chosen.strategy, chosen.why + checkpoint_note + eager_note, eager, every)
+    return ResolvedStrategy(chosen.strategy, chosen.why + checkpoint_note + eager_note, eager, every, seconds)
 
 
 def _checkpoint_interval(
-    request: RunConfig, asked: Strategy, strategy: Strategy, inputs: StrategyInputs, seconds: float | None
-) -> tuple[int, str]:
-    """(steps between two checkpoints, note for the reason): as requested, or by the best interval in seconds."""
-    if request.checkpoint_every or seconds is None or not strategy.survives_losses:
-        unprotected = asked.chooses_another and strategy.survives_losses and request.out is None
-        note = "; without --out there is no checkpoint if all holders of a layer are lost" if unprotected else ""
-        return request.checkpoint_every, note
+    request: RunConfig, asked: Strategy, chosen: StrategyChoice, inputs: StrategyInputs
+) -> tuple[int, float, str]:
+    """(steps between two checkpoints, seconds between two, note for the reason): steps as requested, or else the best
+    interval in seconds, of a few minutes at most: an estimate of risks does not cover a run that is killed."""
+    if request.checkpoint_every:
+        return request.checkpoint_every, 0.0, ""
+    if request.out is None:
+        unprotected = asked.chooses_another and chosen.strategy.survives_losses
+        return 0, 0.0, "; without --out there is no checkpoint if all holders of a layer are lost" * unprotected
+    run = inputs.goodput_inputs(request.preemption_rate)
+    write_s = run.state_bytes / (run.risk.storage_bandwidth * run.nodes)
+    best_s = chosen.checkpoint_interval_s or best_checkpoint_interval_s(run)
+    seconds = max(write_s, min(best_s, _MAX_INTERVAL_S))
+    if not chosen.strategy.restarts_from_checkpoint:
+        return 0, seconds, f"; a checkpoint every {seconds:.0f} s"
     every = max(1, round(seconds / inputs.step_s)) if inputs.step_s else 1
-    if strategy.restarts_from_checkpoint:
-        every = min(every, max(1, inputs.steps // _MIN_CHECKPOINTS_PER_RUN))
-    if every >= inputs.steps:
-        return 0, f"; a checkpoint is due after {seconds:.0f} s, so one at the end is enough"
-    return every, f"; a checkpoint every {every} steps"
+    every = min(every, max(1, inputs.steps // _MIN_CHECKPOINTS_PER_RUN))
+    return every, seconds, f"; a checkpoint every {every} steps"
 
 
 def _eager_forwards(strategy: Strategy, inputs: StrategyInputs) -> tuple[bool, str]:

@@ -40,6 +40,8 @@ class RunSetup(msgspec.Struct, frozen=True):
     start: int = 0
     gate: StepGate = "open"
     checkpoint_every: int = 0
+    checkpoint_interval_s: float = 0.0
+    """Seconds between two checkpoints whose steps the leader chooses; 0: checkpoints do not depend on time."""
     keep_last: int = 2
     out: str | None = None
     resume: int | None = None

@@ -122,6 +122,8 @@ class Epoch(msgspec.Struct, frozen=True, tag="epoch"):
 
     evaluations: tuple[int, ...] = ()
     """Evaluations that the leader has chosen by time, from `start` on: the steps completed before each."""
+    checkpoints: tuple[int, ...] = ()
+    """The same for checkpoints."""
     layer_inputs: tuple[tuple[LayerInput, ...], ...] = ()
     """By layer: what it gets, to compile it before its first action. Empty: layers are not compiled."""
 

@@ -223,6 +223,13 @@ class EvaluateAfter(msgspec.Struct, frozen=True, tag="evaluate"):
     completed_steps: int
 
 
+class SaveAfter(msgspec.Struct, frozen=True, tag="save_after"):
+    """Leader to workers: in this epoch, write a checkpoint after this many completed steps."""
+
+    epoch: int
+    completed_steps: int
+
+
 class FinalReport(msgspec.Struct, frozen=True, tag="final"):
     """Worker to leader, its last message: digests of its layers and its statistics."""
 
@@ -314,6 +321,7 @@ Message: TypeAlias = (
     | Commit
     | EndRun
     | EvaluateAfter
+    | SaveAfter
     | FinalReport
     | FailureReport
     | Dismiss

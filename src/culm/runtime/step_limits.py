@@ -24,6 +24,8 @@ class StepLimits:
         """The step before which the run ends, once that is decided."""
         self.evaluations: set[int] = set()
         """Evaluations that the leader has chosen by time: the steps completed before each."""
+        self.checkpoints: set[int] = set()
+        """The same for checkpoints."""
         self.update_event = asyncio.Event()
         """Set after every message of the leader. A waiting coroutine clears it before it checks the limits."""
         self._drain_limit = (0, 0)
@@ -47,13 +49,17 @@ class StepLimits:
         """The run ends before `end_step`."""
         self.end_step = end_step
 
-    def set_evaluations(self, evaluations: Iterable[int]) -> None:
-        """An epoch begins, with these evaluations."""
-        self.evaluations = set(evaluations)
+    def set_timed_steps(self, evaluations: Iterable[int], checkpoints: Iterable[int]) -> None:
+        """An epoch begins, with these evaluations and checkpoints."""
+        self.evaluations, self.checkpoints = set(evaluations), set(checkpoints)
 
     def evaluate_after(self, completed_steps: int) -> None:
         """The leader has chosen another evaluation in this epoch."""
         self.evaluations.add(completed_steps)
+
+    def save_after(self, completed_steps: int) -> None:
+        """The leader has chosen another checkpoint in this epoch."""
+        self.checkpoints.add(completed_steps)
 
     def restart(self, committed_steps: int) -> None:
         """Set the number of committed steps, which may be lower than before: the layers are built or loaded again. The

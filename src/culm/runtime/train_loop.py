@@ -227,6 +227,8 @@ class TrainLoop:
         epoch = self._epoch
         if epoch.checkpoint_every and completed_steps % epoch.checkpoint_every == 0:
             return True
+        if completed_steps in self._limits.checkpoints:
+            return True
         if self._job.keep_best is not None and completed_steps and self._evaluation_due(completed_steps):
             return True  # the best evaluation has a checkpoint
         return (

@@ -116,9 +116,8 @@ class Worker:
                 self.limits.drain(number, stop_before)
             case messages.EndRun(end_step):
                 self.limits.end_run(end_step)
-            case messages.EvaluateAfter(number, completed_steps):
-                if number == self._min_epoch:
-                    self.limits.evaluate_after(completed_steps)
+            case messages.EvaluateAfter() | messages.SaveAfter() as chosen:
+                self._add_timed_step(chosen)
             case messages.Commit(step, number, leader_snapshot):
                 if number >= self._min_epoch:
                     self._leader_snapshot = leader_snapshot or self._leader_snapshot
@@ -181,6 +180,12 @@ class Worker:
                 self._device_failure = error
                 raise
 
+    def _add_timed_step(self, chosen: messages.EvaluateAfter | messages.SaveAfter) -> None:
+        """The leader has chosen a step by time. Later epochs name it themselves."""
+        if chosen.epoch == self._min_epoch:
+            add = self.limits.save_after if isinstance(chosen, messages.SaveAfter) else self.limits.evaluate_after
+            add(chosen.completed_steps)
+
     async def _adopt_epoch(self, epoch: Epoch) -> None:
         """Start to train in an epoch, unless this worker has adopted it, has seen a higher number, or is no member."""
         if epoch.number < max(self._min_epoch, self._adopted_epoch + 1) or epoch.slot_of(self.worker) is None:
@@ -188,7 +193,7 @@ class Worker:
         self._adopted_epoch = epoch.number
         await self._stop_training()
         self._min_epoch, self._leader_snapshot = epoch.number, b""
-        self.limits.set_evaluations(epoch.evaluations)
+        self.limits.set_timed_steps(epoch.evaluations, epoch.checkpoints)
         self.transport.close_epochs(epoch.number)
         self._training = asyncio.create_task(self._train_epoch(epoch))
 

@@ -234,7 +234,7 @@ class EpochChange:
         state.confirm_commits()
         self._planned_ahead = False
         decided = yield from self._decide_next_epoch(halt, old, slots, inventories)
-        next_epoch = self._with_evaluations(self._with_overdue_checkpoint(decided))
+        next_epoch = self._with_timed_steps(self._with_overdue_checkpoint(decided))
         self.slow_nodes.reason = ""
         if next_epoch.epoch.rebuild or next_epoch.epoch.changes_shape:
             self.slow_nodes.forget()
@@ -299,14 +299,20 @@ class EpochChange:
         state, members = self.state, {member.node for member in next_epoch.epoch.present_members}
         parting = state.setup.out is not None and members <= state.members.leave_deadlines.keys()
         departed = state.members.workers_of(state.members.departed_nodes)
-        owes = state.checkpoints.is_checkpoint_overdue(next_epoch.epoch, departed) or parting
+        owes = (
+            state.checkpoints.is_checkpoint_overdue(next_epoch.epoch, departed, state.checkpoint_schedule.chosen)
+            or parting
+        )
         return replace(next_epoch, epoch=msgspec.structs.replace(next_epoch.epoch, checkpoint_overdue=owes))
 
-    def _with_evaluations(self, next_epoch: NextEpoch) -> NextEpoch:
-        """The epoch with the evaluations that were chosen by time."""
-        chosen, epoch = self.state.evaluation_schedule.chosen, next_epoch.epoch
-        ahead = tuple(sorted(each for each in chosen if each >= epoch.start))
-        return replace(next_epoch, epoch=msgspec.structs.replace(epoch, evaluations=ahead))
+    def _with_timed_steps(self, next_epoch: NextEpoch) -> NextEpoch:
+        """The epoch with the evaluations and checkpoints that were chosen by time."""
+        state, epoch = self.state, next_epoch.epoch
+        evaluations = state.evaluation_schedule.from_step(epoch.start)
+        checkpoints = state.checkpoint_schedule.from_step(epoch.start)
+        return replace(
+            next_epoch, epoch=msgspec.structs.replace(epoch, evaluations=evaluations, checkpoints=checkpoints)
+        )
 
     def _decide_next_epoch(  # noqa: PLR0911
         self, halt: EpochHalt, old: Epoch, slots: Mapping[int, int], inventories: dict[int, WorkerInventory]

@@ -303,6 +303,7 @@ class EventHandlers:
             return
         state.first_step_at = state.first_step_at or state.now
         state.evaluation_schedule.start(state.now)
+        state.checkpoint_schedule.start(state.now)
         self.epoch_change.handle_all_ready()
         if state.end_step is not None:
             state.end_before_step(state.end_step)
@@ -341,6 +342,7 @@ class EventHandlers:
             state.log_event("stopped", step=step, why=stop_reason)
         state.end_step = step + 1 if ends else state.end_step
         state.choose_evaluation()
+        state.choose_checkpoint()
         yield FlushLines()  # the next leader does not have these lines
         yield from self._commit_step(metrics)
         self.hook_calls.call_hook(metrics)

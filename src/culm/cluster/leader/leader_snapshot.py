@@ -94,6 +94,10 @@ class LeaderProgress(msgspec.Struct, frozen=True, kw_only=True):
     """The last range of committed steps."""
     evaluation_waited_s: float | None = None
     """Seconds since the time to the next evaluation began."""
+    checkpoint_waited_s: float | None = None
+    """The same for the next checkpoint."""
+    chosen_checkpoints: tuple[int, ...] = ()
+    """The last checkpoint that was chosen by time, and the open ones, by the steps completed before them."""
     at_risk_s: float
     unrecovered_nodes: tuple[int, ...] = ()
     """Departed nodes whose loss the run has not recovered from yet."""

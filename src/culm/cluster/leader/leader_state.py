@@ -19,7 +19,6 @@ from culm import errors
 from culm.cluster.leader.checkpoints.checkpoint_tracker import CheckpointTracker
 from culm.cluster.leader.epoch_parts import LARGE_EPOCH_BYTES, epoch_digest, split_epoch
 from culm.cluster.leader.evaluation_monitor import EvaluationMonitor
-from culm.cluster.leader.evaluation_schedule import EvaluationSchedule
 from culm.cluster.leader.event_handlers import EventHandlers
 from culm.cluster.leader.events import (
     Call,
@@ -55,6 +54,7 @@ from culm.cluster.leader.recovery_metrics import RecoveryMetrics
 from culm.cluster.leader.reshaped_epoch import setup_with_shape
 from culm.cluster.leader.spending import Spending
 from culm.cluster.leader.stored_snapshot import EncodedSnapshot
+from culm.cluster.leader.timed_steps import TimedSteps
 from culm.cluster.run_setup import decode_node_record, encode
 from culm.cluster.timeouts import derive_timeouts
 from culm.errors import CulmError, NodeLost, RunError
@@ -146,7 +146,8 @@ class LeaderState:
         """The setup that the run started with; `setup` has the current shape."""
         self.time = EventTime(now)
         self.timeouts = derive_timeouts(setup.suspect_after, blocked_after=setup.blocked_after)
-        self.evaluation_schedule = EvaluationSchedule(job.evaluation.seconds)
+        self.evaluation_schedule = TimedSteps(job.evaluation.seconds)
+        self.checkpoint_schedule = TimedSteps(setup.checkpoint_interval_s)
         self.ledger = Ledger(
             workers=setup.pipelines * setup.stages,
             micro_batch=job.micro_batch,
@@ -540,6 +541,7 @@ class LeaderState:
         ledger.last_step, ledger.evaluations = snapshot.last_step, dict(history.evaluations)
         ledger.evaluation_values = dict(history.evaluation_values)
         self.evaluation_schedule.restore(history.chosen_evaluations, snapshot.evaluation_waited_s, self.now)
+        self.checkpoint_schedule.restore(snapshot.chosen_checkpoints, snapshot.checkpoint_waited_s, self.now)
         self.checkpoints.completed_steps = list(history.checkpoints)
         self.members.departed_nodes |= set(history.departed_nodes)
         self.recovery_metrics.restore(
@@ -573,6 +575,8 @@ class LeaderState:
             last_step=ledger.last_step,
             last_run=ledger.step_ranges[-1] if ledger.step_ranges else None,
             evaluation_waited_s=self.evaluation_schedule.waited_s(self.now),
+            checkpoint_waited_s=self.checkpoint_schedule.waited_s(self.now),
+            chosen_checkpoints=self.checkpoint_schedule.from_step(0),
             at_risk_s=self.recovery_metrics.at_risk_s,
             unrecovered_nodes=tuple(sorted(self.recovery_metrics.unrecovered_nodes)),
             end_step=self.end_step,
@@ -638,6 +642,16 @@ class LeaderState:
         chosen = self.evaluation_schedule.choose(self.now, self.ledger.next_step, self.earliest_end_step, end)
         if chosen is not None:
             self.broadcast(messages.EvaluateAfter(self.epoch_number, chosen))
+
+    def choose_checkpoint(self) -> None:
+        """The same for a checkpoint. One after the last step is written anyway."""
+        end = self.setup.steps if self.end_step is None else self.end_step
+        next_step = self.ledger.next_step
+        chosen = self.checkpoint_schedule.choose(self.now, next_step, self.earliest_end_step, end - 1)
+        if chosen is not None:
+            self.checkpoint_schedule.record(self.now)
+            self.checkpoint_schedule.forget_before(next_step)
+            self.broadcast(messages.SaveAfter(self.epoch_number, chosen))
 
     @property
     def earliest_end_step(self) -> int:

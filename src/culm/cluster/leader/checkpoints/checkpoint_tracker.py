@@ -88,11 +88,16 @@ class CheckpointTracker:
         self._writers_by_epoch[epoch.number] = frozenset(writers)
         self._epoch = epoch.number
 
-    def is_checkpoint_overdue(self, epoch: Epoch, departed_workers: Collection[int]) -> bool:
-        """Whether the last checkpoint due before this epoch is neither complete nor still being written."""
-        if not epoch.checkpoint_every or epoch.rebuild:
+    def is_checkpoint_overdue(
+        self, epoch: Epoch, departed_workers: Collection[int], chosen: Collection[int] = ()
+    ) -> bool:
+        """Whether the last checkpoint due before this epoch is neither complete nor still being written. `chosen`: the
+        checkpoints that are due by time."""
+        if epoch.rebuild:
             return False
-        due = epoch.start // epoch.checkpoint_every * epoch.checkpoint_every
+        due = max((step for step in chosen if step <= epoch.start), default=0)
+        if epoch.checkpoint_every:
+            due = max(due, epoch.start // epoch.checkpoint_every * epoch.checkpoint_every)
         coming = [
             step
             for (_, step), begun in self._open_checkpoints.items()
