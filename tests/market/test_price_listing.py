@@ -70,3 +70,5 @@ def test_doubtful_prices_are_marked(instance: str, marks: tuple[str, ...]) -> No
 def test_a_filter_that_matches_nothing_is_refused() -> None:
     with pytest.raises(UsageError, match="no instance matches --cloud aws --accelerator TPU: 'culm prices' lists all"):
         names(cloud="aws", accelerator="TPU")
+    with pytest.raises(UsageError, match=r"--instance p5\.48xlrge: did you mean p5\.48xlarge or "):
+        names(instance="p5.48xlrge")

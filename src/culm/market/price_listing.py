@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from dataclasses import dataclass, replace
 from datetime import date
@@ -44,7 +45,9 @@ def list_prices(catalogue: PriceCatalogue, wanted: PriceFilter, *, on: date | No
     """
     matching = [found for machine in _valid_instances(catalogue, on) if (found := _match(machine, wanted)) is not None]
     if not matching:
-        raise UsageError(f"no instance matches {_describe(wanted)}: 'culm prices' lists all")
+        raise UsageError(
+            f"no instance matches {_describe(wanted)}: {_closest(catalogue, wanted)}'culm prices' lists all"
+        )
     return sorted(matching, key=_comparison_key)
 
 
@@ -127,6 +130,19 @@ def _comparison_key(machine: PricedInstance) -> tuple[bool, bool, float, str]:
     price = comparable_price(machine)
     per_gpu = machine.per_gpu(price)
     return (price is None, per_gpu is None, per_gpu or price or 0.0, machine.instance)
+
+
+def _closest(catalogue: PriceCatalogue, wanted: PriceFilter) -> str:
+    """The instances or accelerators with similar names, if the filter names one that does not exist."""
+    machines = [catalogue.find(name) for name in catalogue.names]
+    for given, known in (
+        (wanted.instance, {machine.instance for machine in machines}),
+        (wanted.accelerator, {machine.gpu for machine in machines}),
+    ):
+        by_name = {name.lower(): name for name in known}
+        if given and (close := difflib.get_close_matches(given.lower(), by_name, n=3)):
+            return f"did you mean {' or '.join(by_name[name] for name in close)}? "
+    return ""
 
 
 def _describe(wanted: PriceFilter) -> str:
