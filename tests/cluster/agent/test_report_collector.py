@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from tests.testing.small_job import job
@@ -69,7 +69,13 @@ def test_a_run_whose_reports_are_collected_learns_the_same(
 
     monkeypatch.setattr(ReportCollector, "add", counted)
     faults = Faults().kill(2, at="0S+", step=1).kill(0, at="0B1", step=2)
-    shape = {"pipelines": 4, "stages": 2, "strategy": strategy, "reconfigure": "never", "checkpoint_every": 1}
+    shape: dict[str, Any] = {
+        "pipelines": 4,
+        "stages": 2,
+        "strategy": strategy,
+        "reconfigure": "never",
+        "checkpoint_every": 1,
+    }
     alone = simulate(job(), faults=faults, out=str(tmp_path_factory.mktemp("alone") / "run"), **shape)
     assert collected == []
     monkeypatch.setattr(leader_state, "COLLECT_FROM_WORKERS", 0)
