@@ -208,20 +208,22 @@ class SimulatedFleet:
         """All workers report a step. Returns the processor seconds that the leader spends on it."""
         step, now = self.leader.state.ledger.next_step, self.leader.clock.now()
         bodies = self._step_reports(step, now)
-        committed = self.transport.expect("Commit", len(bodies))
+        committed = self.transport.expect("Commit", len(self.epoch.present_members))
         start = time.process_time()
         self._deliver(bodies)
         await committed
         return time.process_time() - start
 
     def _step_reports(self, step: int, now: float) -> list[bytes]:
-        """The reports of all workers; those of the last stage contain the loss."""
+        """The messages with the reports of all workers: in a large cluster one for each pipeline. Reports of the last
+        stage contain the loss."""
         micro_batches = self.job.micro_batches
         counts = messages.count_runs((1,) * micro_batches, (1,) * micro_batches)
         last = STAGES - 1
-        return [
-            messages.encode(
-                messages.StepReport(
+        by_pipeline: dict[int, list[messages.StepReport]] = {}
+        for slot, member in enumerate(self.epoch.members):
+            if member is not None:
+                report = messages.StepReport(
                     member.worker,
                     self.epoch.number,
                     step,
@@ -230,10 +232,10 @@ class SimulatedFleet:
                     loss_sum=1.0 if slot % STAGES == last else None,
                     weight_sum=float(micro_batches) if slot % STAGES == last else None,
                 )
-            )
-            for slot, member in enumerate(self.epoch.members)
-            if member is not None
-        ]
+                by_pipeline.setdefault(slot // STAGES, []).append(report)
+        if self.epoch.report_collectors:
+            return [messages.encode(messages.ReportBundle(tuple(reports))) for reports in by_pipeline.values()]
+        return [messages.encode(report) for reports in by_pipeline.values() for report in reports]
 
     async def run_heartbeats(self) -> float:
         """Every worker sends a heartbeat. Returns the processor seconds that the leader spends on them."""
@@ -301,7 +303,7 @@ class SimulatedFleet:
         for body in bodies:
             message = messages.decode(body)
             leader.hang_detector.handle_message(message, now)
-            leader.inbox.put_nowait(message)
+            leader.receive(message)
 
     async def _wait_for_epoch(self) -> None:
         """Wait until the leader has published an epoch. Raises AssertionError if it ended instead."""

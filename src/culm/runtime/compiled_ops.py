@@ -39,8 +39,8 @@ class CompiledOp:
     @property
     def work_name(self) -> str:
         """Its segment and kind, as in 2F: actions of one name take the same time."""
-        segment, kind = self.action.segment, self.action.kind
-        return f"{segment}{kind.value}"
+        kind = self.action.kind
+        return f"{self.action.segment}{kind.value}"
 
     @property
     def reads_data(self) -> bool:

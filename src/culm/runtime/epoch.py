@@ -124,6 +124,9 @@ class Epoch(msgspec.Struct, frozen=True, tag="epoch"):
     """Evaluations that the leader has chosen by time, from `start` on: the steps completed before each."""
     checkpoints: tuple[int, ...] = ()
     """The same for checkpoints."""
+    report_collectors: tuple[str, ...] = ()
+    """By pipeline: the agent that collects the step reports of its workers for the leader. Empty: each worker sends its
+    own to the leader."""
     layer_inputs: tuple[tuple[LayerInput, ...], ...] = ()
     """By layer: what it gets, to compile it before its first action. Empty: layers are not compiled."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from culm.runtime.launched_actions import LaunchedActions
-from culm.runtime.messages import encode
+from culm.runtime.messages import CollectReport, encode
 from culm.schedule import Plan
 from culm.transport.interface import FrameKey
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from culm.runtime.clock import Clock
     from culm.runtime.compute.segment import Segment
     from culm.runtime.epoch import Epoch
-    from culm.runtime.messages import Message
+    from culm.runtime.messages import Message, StepReport
     from culm.runtime.worker_state import StageReplica, WorkerState
     from culm.transport.interface import Transport
 
@@ -101,6 +101,17 @@ class EpochContext:
     def send_to_leader(self, message: Message) -> None:
         """Queue a control message for the leader of the epoch."""
         self.transport.send_message(self.epoch.leader, encode(message))
+
+    def send_step_report(self, report: StepReport) -> None:
+        """Queue a step report for the leader, over the agent that collects those of this pipeline if there is one."""
+        epoch, pipeline = self.epoch, self.slot // self.plan.stages
+        if pipeline >= len(epoch.report_collectors):
+            self.send_to_leader(report)
+            return
+        slots = range(pipeline * self.plan.stages, (pipeline + 1) * self.plan.stages)
+        expected = sum(epoch.members[slot] is not None and slot not in epoch.leaving_slots for slot in slots)
+        message = CollectReport(epoch.leader, expected, report)
+        self.transport.send_message(epoch.report_collectors[pipeline], encode(message))
 
     def during_action(self, step: int, action: str) -> None:
         """Tell the clock that this worker has computed an action and counted nothing yet (`Clock.during_action`)."""

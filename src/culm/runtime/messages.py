@@ -153,6 +153,22 @@ class StepReport(msgspec.Struct, frozen=True, tag="step"):
     """Digest of the items of the step, if Job.data is a stream and this worker has read them."""
 
 
+class CollectReport(msgspec.Struct, frozen=True, tag="collect"):
+    """A worker of a large cluster to an agent: send this report to the leader, with those of the other workers of the
+    pipeline."""
+
+    leader: str
+    expected: int
+    """How many workers of the pipeline report the step."""
+    report: StepReport
+
+
+class ReportBundle(msgspec.Struct, frozen=True, tag="reports"):
+    """An agent to the leader: reports of several workers about one step."""
+
+    reports: tuple[StepReport, ...]
+
+
 class EvaluationReport(msgspec.Struct, frozen=True, tag="evaluation"):
     """A worker with the last segment to the leader: its part of an evaluation after `step`."""
 
@@ -314,6 +330,8 @@ Message: TypeAlias = (
     | LayersReady
     | StepPermit
     | StepReport
+    | CollectReport
+    | ReportBundle
     | EvaluationReport
     | ShardReport
     | StorageReport

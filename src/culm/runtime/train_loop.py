@@ -206,7 +206,7 @@ class TrainLoop:
         completed = min((self._state.replicas[stage].version for stage in stages), default=0)
         for step in sorted(self._state.open_steps):
             if limits.reported_until(self._epoch) <= step < completed:
-                context.send_to_leader(build_step_report(context, step, self._clock.now()))
+                context.send_step_report(build_step_report(context, step, self._clock.now()))
                 limits.mark_reported(self._epoch, step)
 
     async def _evaluate_and_save(self, completed_steps: int) -> None:

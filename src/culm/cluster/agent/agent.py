@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from culm.cluster.agent.preemption_notice import NoNoticeSource
+from culm.cluster.agent.report_collector import ReportCollector
 from culm.cluster.leader.epoch_parts import forwarding_shares
 from culm.cluster.leader.events import NodeEvicted
 from culm.cluster.leader.hang_detector import HangDetector
@@ -109,6 +110,7 @@ class Agent:
         self._parts: dict[int, messages.EpochPart] = {}
         """By own worker: the newest part of a large epoch."""
         self._part_arrived = asyncio.Event()
+        self._report_collector = ReportCollector(transport, clock)
         self._run_ended = False
         self._leader: Leader | None = None
 
@@ -135,6 +137,7 @@ class Agent:
             return _succeeded(following) or _succeeded(leaving)
         finally:
             await _cancel_and_wait(reading, workers, following, leaving, dismissal)
+            self._report_collector.close()
             if self._prober is not None:
                 await self._prober.close()
 
@@ -420,6 +423,8 @@ class Agent:
             self._forward_part(message)
             self._parts |= {worker: message for worker in self._own_workers if worker in message.workers}
             self._part_arrived.set()
+        elif isinstance(message, messages.CollectReport):
+            self._report_collector.add(message)
         elif isinstance(message, messages.StopNow):
             self._may_leave_event.set()
         elif isinstance(message, messages.Dismiss):
@@ -432,7 +437,7 @@ class Agent:
                 # This agent may have no connection to that node, which would have broken, too.
                 self._prober.handle_broken_connection(message.peer)
             self._leader.hang_detector.handle_message(message, self.clock.now())
-            self._leader.inbox.put_nowait(message)
+            self._leader.receive(message)
 
 
 def _succeeded(task: asyncio.Task[None]) -> bool:

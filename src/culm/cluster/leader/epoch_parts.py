@@ -20,6 +20,8 @@ LARGE_EPOCH_BYTES = 2**18
 """Larger epochs are sent in parts. Smaller ones are in the announcement itself."""
 
 
+COLLECT_FROM_WORKERS = 128
+"""From so many workers on, agents collect the step reports of a pipeline."""
 FAN_OUT = 8
 """To how many agents an agent sends a part at most."""
 

@@ -17,7 +17,7 @@ import msgspec
 
 from culm import errors
 from culm.cluster.leader.checkpoints.checkpoint_tracker import CheckpointTracker
-from culm.cluster.leader.epoch_parts import LARGE_EPOCH_BYTES, epoch_digest, split_epoch
+from culm.cluster.leader.epoch_parts import COLLECT_FROM_WORKERS, LARGE_EPOCH_BYTES, epoch_digest, split_epoch
 from culm.cluster.leader.evaluation_monitor import EvaluationMonitor
 from culm.cluster.leader.event_handlers import EventHandlers
 from culm.cluster.leader.events import (
@@ -384,6 +384,7 @@ class LeaderState:
     def publish_epoch(self) -> Flow[None]:
         """Write the epoch to the store. Raises RunError if another leader has written one meanwhile."""
         assert self.epoch is not None
+        self.epoch = msgspec.structs.replace(self.epoch, report_collectors=self._choose_report_collectors(self.epoch))
         body = messages.encode(self.epoch)
         digest, is_large = epoch_digest(body), len(body) > LARGE_EPOCH_BYTES
         for group in split_epoch(self.epoch) if is_large else ():
@@ -396,6 +397,18 @@ class LeaderState:
             raise RunError("another node leads this run, because this one was declared lost")
         self.handlers.epoch_change.returning_nodes.begin_epoch(body)
         self.expect_heartbeats(self.epoch)
+
+    def _choose_report_collectors(self, epoch: Epoch) -> tuple[str, ...]:
+        """By pipeline: the agent of its first worker that stays. Without one, or in a small cluster: the leader's."""
+        if len(epoch.present_members) < COLLECT_FROM_WORKERS:
+            return ()
+        plan, staying = Plan.from_text(epoch.plan), set(epoch.staying_slots)
+        found = []
+        for first in range(0, plan.pipelines * plan.stages, plan.stages):
+            workers = [epoch.members[slot] for slot in range(first, first + plan.stages) if slot in staying]
+            agents = (self.members.agent_of(member.worker) for member in workers if member is not None)
+            found.append(next((agent for agent in agents if agent is not None), self.address))
+        return tuple(found)
 
     def expect_heartbeats(self, epoch: Epoch) -> None:
         workers = tuple(member.worker for member in epoch.present_members)
