@@ -102,16 +102,18 @@ class StrategyInputs:
 
 def resolve_strategy(request: RunConfig, inputs: StrategyInputs) -> ResolvedStrategy:
     """The strategy of a run, and why. Raises UsageError for a strategy that cannot work in this shape."""
-    asked = strategies.get(request.strategy)
+    requested = strategies.get(request.strategy)
     shape = strategies.RunShape(
         inputs.plan.pipelines,
         inputs.plan.stages,
         has_folder=request.out is not None,
         workers_per_node=request.workers_per_node,
     )
-    asked.check(shape)
-    chosen = asked.choose(inputs.goodput_inputs(request.preemption_rate), shape)
-    every, checkpoint_note = _checkpoint_interval(request, asked, chosen.strategy, inputs, chosen.checkpoint_interval_s)
+    requested.check(shape)
+    chosen = requested.choose(inputs.goodput_inputs(request.preemption_rate), shape)
+    every, checkpoint_note = _checkpoint_interval(
+        request, requested, chosen.strategy, inputs, chosen.checkpoint_interval_s
+    )
     eager, eager_note = _eager_forwards(chosen.strategy, inputs)
     return ResolvedStrategy(chosen.strategy, chosen.why + checkpoint_note + eager_note, eager, every)
 
