@@ -134,7 +134,7 @@ class RunConfig:
     """Seconds from the start within which the run should end; on the command line also with a unit, as in 48h.
     culm launch rents on-demand nodes where spot nodes alone would miss it."""
     max_price: float | None = None
-    """The highest price of a node in dollars per hour: culm launch rents no dearer ones."""
+    """The highest price of a node in dollars per hour: culm launch rents no more expensive ones."""
     etcd: str | None = None
     """URL[,URL...] of the etcd of a run on several machines, which other machines join with culm agent."""
     join: str | None = None
@@ -145,7 +145,7 @@ class RunConfig:
     local_nodes: int | None = None
     """Nodes that this machine provides itself to a run in etcd; default: none."""
     address: str | None = None
-    """IPv4 address or interface at which other machines reach this one; default: the one that faces etcd."""
+    """IPv4 address or interface at which other machines reach this one; default: the one of the route to etcd."""
     ports: tuple[int, int] | None = None
     """First and last port that nodes of this machine may listen on."""
     etcd_user: str | None = None

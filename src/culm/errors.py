@@ -21,7 +21,7 @@ A message is one sentence that names the field or the place, the value found, an
 from __future__ import annotations
 
 USER_EXCEPTIONS: tuple[type[BaseException], ...] = (Exception, SystemExit, GeneratorExit)
-"""Exceptions of user code that are reported as such: the last two would have another meaning if they were let through.
+"""Exceptions of user code that are reported as such: the last two would mean something else if not caught.
 In an event loop there is one more: culm.runtime.compute.user_errors."""
 
 

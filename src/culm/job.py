@@ -435,11 +435,11 @@ def call_job_function(reference: str) -> Job:
     function = getattr(found, name, None)
     if function is None:
         raise JobError(f"{path} has no function {name!r}{_did_you_mean(name, _public_functions(found))}")
-    made = _call_function(f"{path}:{name}", function) if callable(function) else function
-    if not isinstance(made, Job):
-        kind = type(made).__name__
+    returned = _call_function(f"{path}:{name}", function) if callable(function) else function
+    if not isinstance(returned, Job):
+        kind = type(returned).__name__
         raise JobError(f"{path}:{name} returned a value of type {kind}, not a culm.Job: return culm.Job(...)")
-    return made
+    return returned
 
 
 def _public_functions(found: Any) -> list[str]:

@@ -204,9 +204,9 @@ def make_display(console: Console, *, quiet: bool) -> ProgressDisplay:
 def print_setup(console: Console, setup: RunSetup) -> None:
     """Print the setup, and the schedule as a grid if it is small enough."""
     console.print(setup_table(setup))
-    drawn = schedule_grid(setup, min(100, console.width) if console.is_terminal else 100)
-    if drawn:
-        console.print(drawn, markup=False, highlight=False, soft_wrap=True)
+    grid = schedule_grid(setup, min(100, console.width) if console.is_terminal else 100)
+    if grid:
+        console.print(grid, markup=False, highlight=False, soft_wrap=True)
 
 
 def _step_figures(metrics: StepMetrics, pace: ThroughputMeter) -> list[str]:

@@ -92,8 +92,8 @@ def stage_words(setup: RunSetup) -> str:
 
 def schedule_grid(setup: RunSetup, width: int) -> str:
     """The schedule of a step as a grid with unit costs; empty if it is wider than `width`."""
-    drawn = render_text(time_plan(Plan.from_text(setup.plan)))
-    return drawn if max(map(len, drawn.splitlines())) <= width else ""
+    grid = render_text(time_plan(Plan.from_text(setup.plan)))
+    return grid if max(map(len, grid.splitlines())) <= width else ""
 
 
 def summary_table(summary: Mapping[str, Any], out: str | None) -> Table:

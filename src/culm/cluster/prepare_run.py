@@ -310,7 +310,7 @@ def _choose_shape(job: Job, config: RunConfig, profile: Profile) -> tuple[int, i
     ranges = config.ranges if config.schedule == "interleaved" else 1
     fixed = config.nodes is None or (config.pipelines is not None and config.stages is not None)
     pipelines, stages = (config.pipelines or 1, config.stages or 1) if fixed else (config.pipelines, config.stages)
-    asked = f"{count_noun(pipelines or 1, 'pipeline')} x {count_noun(stages or 1, 'stage')}, as asked"
+    reason = f"{count_noun(pipelines or 1, 'pipeline')} x {count_noun(stages or 1, 'stage')}, as asked"
     K = config.workers_per_node
     if pipelines and stages and config.nodes is not None and pipelines * stages != config.nodes * K:
         workers = "" if K == 1 else f" x --workers-per-node {K}"
@@ -318,7 +318,7 @@ def _choose_shape(job: Job, config: RunConfig, profile: Profile) -> tuple[int, i
             f"--nodes {config.nodes}{workers} is not --pipelines {pipelines} x --stages {stages}: leave one of them out"
         )
     if pipelines and stages and (config.cuts is not None or config.memory is None):
-        return pipelines, stages, config.cuts or partition_layers(profile.layers, stages, ranges=ranges), asked
+        return pipelines, stages, config.cuts or partition_layers(profile.layers, stages, ranges=ranges), reason
     choice = choose_shape(
         profile,
         nodes=config.nodes * K if config.nodes else (pipelines or 1) * (stages or 1),
@@ -329,7 +329,7 @@ def _choose_shape(job: Job, config: RunConfig, profile: Profile) -> tuple[int, i
         stages=stages,
         ranges=config.ranges,
     )
-    return choice.pipelines, choice.stages, choice.cuts, asked if fixed else choice.why
+    return choice.pipelines, choice.stages, choice.cuts, reason if fixed else choice.why
 
 
 def _explain_shared_cores(job: Job, profile: Profile, pipelines: int, stages: int) -> str:

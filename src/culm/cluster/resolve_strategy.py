@@ -106,16 +106,16 @@ class StrategyInputs:
 
 def resolve_strategy(request: RunConfig, inputs: StrategyInputs) -> ResolvedStrategy:
     """The strategy of a run, and why. Raises UsageError for a strategy that cannot work in this shape."""
-    asked = strategies.get(request.strategy)
+    requested = strategies.get(request.strategy)
     shape = strategies.RunShape(
         inputs.plan.pipelines,
         inputs.plan.stages,
         has_folder=request.out is not None,
         workers_per_node=request.workers_per_node,
     )
-    asked.check(shape)
-    chosen = asked.choose(inputs.goodput_inputs(request.preemption_rate), shape)
-    every, seconds, checkpoint_note = _checkpoint_interval(request, asked, chosen, inputs)
+    requested.check(shape)
+    chosen = requested.choose(inputs.goodput_inputs(request.preemption_rate), shape)
+    every, seconds, checkpoint_note = _checkpoint_interval(request, requested, chosen, inputs)
     eager, eager_note = _eager_forwards(chosen.strategy, inputs)
     return ResolvedStrategy(chosen.strategy, chosen.why + checkpoint_note + eager_note, eager, every, seconds)
 

@@ -366,8 +366,8 @@ class FleetController:
         return experience.price_per_h * (1.0 + rate * _COST_OF_PREEMPTION_H)
 
     def _request_reason(self, missing: int, offer: int, choices: int) -> str:
-        there = self.target.count - missing
-        words = f"{there} of {self.target.count} machines are there"
+        available = self.target.count - missing
+        words = f"{available} of {self.target.count} machines are there"
         if choices > 1:
             experience = self.experience[offer]
             rate = experience.preemption_rate(self.target.preemption_rate)

@@ -39,10 +39,10 @@ def note_head_launch(launch: HeadLaunch) -> None:
     """Write a launch, or replace what was written of it. Raises UsageError if that is not possible."""
     try:
         folder = user_folder("heads")
-        made = folder / f".{launch.launch}"
-        with os.fdopen(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        new_file = folder / f".{launch.launch}"
+        with os.fdopen(os.open(new_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             file.write(msgspec.json.encode(launch))
-        made.replace(folder / f"{launch.launch}.json")
+        new_file.replace(folder / f"{launch.launch}.json")
     except OSError as error:
         raise UsageError(
             f"the folder of launches on heads cannot be used ({error}): set CULM_HOME to another folder"

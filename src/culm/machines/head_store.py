@@ -157,8 +157,8 @@ def _general_name(address: str) -> GeneralName:
 
 def _write_private(path: Path, content: bytes) -> None:
     """Replace a file in one step, readable by the owner only."""
-    made = path.with_suffix(".new")
-    with os.fdopen(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, _OWNER_ONLY), "wb") as file:
+    new_file = path.with_suffix(".new")
+    with os.fdopen(os.open(new_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, _OWNER_ONLY), "wb") as file:
         file.write(content)
-    made.chmod(_OWNER_ONLY)
-    made.replace(path)
+    new_file.chmod(_OWNER_ONLY)
+    new_file.replace(path)

@@ -88,11 +88,11 @@ def unpack_job(data: bytes, digest: str, cache: Path) -> Path:
     target = cache / digest
     if target.is_dir():
         return target
-    made = Path(tempfile.mkdtemp(dir=cache, prefix=f".{digest[:12]}-"))
+    unpacked = Path(tempfile.mkdtemp(dir=cache, prefix=f".{digest[:12]}-"))
     with tarfile.open(fileobj=io.BytesIO(zlib.decompress(data))) as tar:
-        tar.extractall(made, filter="data")
+        tar.extractall(unpacked, filter="data")
     try:
-        made.rename(target)
+        unpacked.rename(target)
     except OSError:  # another agent of this machine was faster
         if not target.is_dir():
             raise

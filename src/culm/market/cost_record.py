@@ -85,7 +85,7 @@ class CostRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kinds(self) -> list[dict[str, Any]]:
-        """One row per instance, market and zone, the dearest first."""
+        """One row per instance, market and zone, the most expensive first."""
         groups: dict[tuple[str, str, str], list[Rental]] = {}
         for each in self.all_rentals:
             groups.setdefault((each.instance, each.market, each.zone), []).append(each)

@@ -1,6 +1,6 @@
 """Hand-off: a worker whose node got a preemption notice gives its gradient sums and kept outputs to those that stay.
 
-The leaving worker completes the actions it was asked for and sends everything. Each staying worker receives it in the
+The leaving worker completes its actions of the epoch and sends everything. Each staying worker receives it in the
 background and reports to the leader when it has all of it. From then on the leaving nodes may end at any moment.
 
 All of this happens while open steps are replayed (`replay`). Steps that begin later never call this module.

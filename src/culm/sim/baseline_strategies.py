@@ -111,7 +111,7 @@ class SimulatedMigrate(FixedShapeStrategy):
 
 
 class SimulatedDrop(FixedShapeStrategy):
-    """A pipeline that has lost a node rests, and its samples of each step are dropped, which changes training."""
+    """A pipeline that has lost a node pauses, and its samples of each step are dropped, which changes training."""
 
     @property
     def samples_per_s(self) -> float:

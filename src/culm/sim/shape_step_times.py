@@ -128,8 +128,8 @@ class ShapeStepTimes:
     def _evenly_shared_s(self, depths: Depths, holes: EmptySlots) -> float:
         """All work of a step, shared evenly by the present workers: a lower bound. The formulas count only one stage
         that is run beside another, however many there are."""
-        there = sum(depths) - len(holes)
-        return self.workload.micro_batches * self.workload.micro_batch_s / there if there else math.inf
+        present = sum(depths) - len(holes)
+        return self.workload.micro_batches * self.workload.micro_batch_s / present if present else math.inf
 
     def _shadow_factor(self, shadows: bool) -> float:
         return 1 + self.step_times.cluster_costs.shadow if shadows else 1.0

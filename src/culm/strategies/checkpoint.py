@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 class CheckpointStrategy(Strategy):
     """Nothing is kept in memory. The run restarts from the newest checkpoint on as many complete pipelines as it has
-    nodes for; newcomers join by a restart, too."""
+    nodes for; nodes that join also cause a restart."""
 
     name = "checkpoint"
     summary = "every loss goes back to the newest checkpoint"

@@ -1,4 +1,4 @@
-"""`drop`: a pipeline that misses a node rests, and its samples are left out."""
+"""`drop`: a pipeline that lacks a node pauses, and its samples are left out."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class DropStrategy(Strategy):
     the empty slot. Where no pipeline is complete, the remaining nodes run every stage."""
 
     name = "drop"
-    summary = "a pipeline that misses a node rests and its samples are left out, which changes training"
+    summary = "a pipeline that lacks a node pauses and its samples are left out, which changes training"
     preference = 60
     required_holders = 1
     recovers_in_place = False

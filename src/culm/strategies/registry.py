@@ -36,7 +36,7 @@ _BUILT_IN: tuple[type[Strategy], ...] = (
 
 _registered: dict[str, Strategy] = {each.name: each() for each in _BUILT_IN}
 _imported: dict[str, Strategy] = {}
-"""Strategies that were asked for as "module:Class" and are not registered: `auto` does not consider them."""
+"""Strategies that were named as "module:Class" and are not registered: `auto` does not consider them."""
 
 
 def known_names() -> tuple[str, ...]:

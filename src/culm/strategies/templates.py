@@ -1,4 +1,4 @@
-"""`templates`: after every loss all remaining nodes form new pipelines, of unequal depth if need be."""
+"""`templates`: after every loss all remaining nodes form new pipelines, of unequal depth if necessary."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def test_a_table_and_a_picture_for_people(
     assert culm("simulate", "--plan", plan, "--trace", trace, "--svg", str(drawn)) == 0
     out = capsys.readouterr().out
     assert "on-demand" in out
-    assert "drop loses samples" in out
+    assert "drop leaves samples out" in out
     assert "samples per second" in drawn.read_text()
 
 

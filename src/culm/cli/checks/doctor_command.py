@@ -86,8 +86,8 @@ def doctor(
 
 def _result_line(finding: CheckResult) -> Text:
     mark, colour = _MARKS[finding.state]
-    said = f"{finding.what}: {finding.fix}" if finding.fix else finding.what
-    return Text.assemble((mark, colour), f"  {finding.name:<9} {said}")
+    text = f"{finding.what}: {finding.fix}" if finding.fix else finding.what
+    return Text.assemble((mark, colour), f"  {finding.name:<9} {text}")
 
 
 def run_checks(access: EtcdAccess | None) -> Iterator[CheckResult]:

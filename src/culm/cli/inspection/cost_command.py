@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from culm.market.cost_record import CostRecord
 
 _MANY_NODES = 40
-"""From this number of rentals on, the table by node shows the dearest only."""
+"""From this number of rentals on, the table by node shows only the most expensive ones."""
 
 
 def cost(

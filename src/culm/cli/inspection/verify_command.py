@@ -45,9 +45,9 @@ def verify(
     Exit code 0: equal to the last bit; 1: different; 2: the run cannot be verified.
     """
     with report_errors(debug=debug):
-        asked = None if steps is None else _parse_steps(steps)
+        interval = None if steps is None else _parse_steps(steps)
         run = read_recorded_run(folder)
-        chosen = choose_steps(run, asked)
+        chosen = choose_steps(run, interval)
         check_reproducible(run, chosen)
         launch = run.launch_of(chosen)
         reference = find_job_reference(launch, job)

@@ -189,8 +189,8 @@ def _from_profile(path: str, sizes: BatchSizes, nodes: int) -> PlanInputs:
     """A measured profile. Without a batch size, assumes four micro-batches per node."""
     profile = Profile.load(path)
     M = sizes.micro_batches or (sizes.batch // profile.micro_batch if sizes.batch else 4 * nodes)
-    said = sizes.micro_batches or sizes.batch
-    assumed = () if said else (f"{M} micro-batches a step are assumed: set --micro-batches to change that",)
+    given = sizes.micro_batches or sizes.batch
+    assumed = () if given else (f"{M} micro-batches a step are assumed: set --micro-batches to change that",)
     notes = (f"{Path(path).name}: times as {profile.source} on {profile.device}", *assumed)
     return PlanInputs(Path(path).stem, {profile.micro_batch: profile}, M * profile.micro_batch, notes)
 

@@ -34,7 +34,7 @@ def tokenize(
 
         display = make_display(make_console(stderr=True), quiet=quiet)
         try:
-            made = tokenize_files(
+            result = tokenize_files(
                 files,
                 tokenizer,
                 out,
@@ -44,5 +44,5 @@ def tokenize(
             )
         finally:
             display.close()
-        ids = "" if made.vocab is None else f", {made.vocab:,} token ids"
-        print(f"{made.path}: {made.tokens:,} tokens of {made.files} files{ids}")
+        ids = "" if result.vocab is None else f", {result.vocab:,} token ids"
+        print(f"{result.path}: {result.tokens:,} tokens of {result.files} files{ids}")

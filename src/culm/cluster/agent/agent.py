@@ -324,8 +324,8 @@ class Agent:
             key = f"nodes/{(value or b'').decode()}"
             record = await self.store.get(key) if value is not None else None
             if record is not None:
-                here = messages.encode(messages.Heartbeat(self.node, 0, 0, 0.0))
-                self.transport.send_message(prober.add_node(key, record), here)
+                heartbeat = messages.encode(messages.Heartbeat(self.node, 0, 0, 0.0))
+                self.transport.send_message(prober.add_node(key, record), heartbeat)
         tasks = [
             asyncio.create_task(work)
             for work in (self._track_nodes(prober), self._evict_hung_nodes(hang_detector, prober))

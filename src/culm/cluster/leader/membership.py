@@ -193,8 +193,8 @@ class Membership:
                     raise state.all_nodes_left_error()
                 yield from self._start_first_epoch()
             elif self._awaits_all is False and len(members.workers_of(members.nodes)) >= setup.stages:
-                there = f"{len(members.nodes)} of {setup.nodes} nodes have joined within {setup.start_after:g} s"
-                why = f"{there}: the others get their slots when they join"
+                joined = f"{len(members.nodes)} of {setup.nodes} nodes have joined within {setup.start_after:g} s"
+                why = f"{joined}: the others get their slots when they join"
                 yield from self._start_first_epoch(why)
                 state.show_incident(f"the run begins, because {why}")
         yield from self.epoch_change.start_next_epoch_if_ready()

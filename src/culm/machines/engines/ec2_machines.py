@@ -144,7 +144,7 @@ class Ec2Machines:
         subnets = self._subnets(request.zone)
         self._write_token(spec.token)
         version = self._write_template(spec, request)
-        asked = fleet_request(
+        request_fields = fleet_request(
             self._launch,
             request,
             subnets,
@@ -152,7 +152,7 @@ class Ec2Machines:
             version=version,
             client_token=uuid.uuid4().hex,
         )
-        answer = self._account.call("ec2", "create_fleet", **asked)
+        answer = self._account.call("ec2", "create_fleet", **request_fields)
         started = [found for group in answer.get("Instances", []) for found in group["InstanceIds"]]
         if not started:
             _raise_unless_lack_of_capacity(answer.get("Errors", []))

@@ -70,8 +70,8 @@ class LocalMachines:
         return [self._start(spec, request) for _ in range(request.count)]
 
     def _start(self, spec: LaunchSpec, request: MachineRequest) -> str:
-        taken = [int(path.name.partition("-")[2]) for path in self._folder.glob("machine-*")]
-        id_ = f"machine-{max(taken, default=0) + 1}"
+        numbers = [int(path.name.partition("-")[2]) for path in self._folder.glob("machine-*")]
+        id_ = f"machine-{max(numbers, default=0) + 1}"
         folder = self._folder / id_
         folder.mkdir(mode=0o700)
         environment = {

@@ -184,8 +184,8 @@ class RayMachines:
 
         id_ = f"ray-{len(self._machines) + 1}"
         environment = {**spec.environment, **spec.secret_environment, MACHINE_VARIABLE: id_}
-        here = NodeAffinitySchedulingStrategy(node, soft=False)
-        options = {"max_restarts": 0, "name": id_, "scheduling_strategy": here, **self._actor_options()}
+        on_node = NodeAffinitySchedulingStrategy(node, soft=False)
+        options = {"max_restarts": 0, "name": id_, "scheduling_strategy": on_node, **self._actor_options()}
         actor = ray.remote(RayAgent).options(**options).remote(spec.agent_command(request), environment)
         self._machines[id_] = RayMachine(actor, node, time.time())
         return id_
@@ -209,9 +209,9 @@ class RayMachines:
         import ray
         from ray.exceptions import GetTimeoutError, RayActorError
 
-        asked = {id_: m.actor.poll.remote() for id_, m in self._machines.items() if m.state != "ended"}
-        ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=_POLL_S) if asked else ([], [])
-        for id_, answer in asked.items():
+        polls = {id_: m.actor.poll.remote() for id_, m in self._machines.items() if m.state != "ended"}
+        ready, _ = ray.wait(list(polls.values()), num_returns=len(polls), timeout=_POLL_S) if polls else ([], [])
+        for id_, answer in polls.items():
             machine = self._machines[id_]
             if answer not in ready:
                 continue  # its actor has not started yet, or its node does not answer yet
@@ -247,15 +247,15 @@ class RayMachines:
             ray.kill(machine.actor)
 
     async def notices(self) -> AsyncIterator[MachineNotice]:
-        told: set[str] = set()
+        reported: set[str] = set()
         while True:
             await asyncio.sleep(_POLL_S)
             for id_, machine in list(self._machines.items()):
-                if machine.state == "ended" or id_ in told:
+                if machine.state == "ended" or id_ in reported:
                     continue
                 deadline_ms = (await _in_thread(_draining_nodes)).get(machine.node)
                 if deadline_ms is not None:
-                    told.add(id_)
+                    reported.add(id_)
                     left_s = deadline_ms / 1000 - time.time() if deadline_ms else 30.0
                     yield MachineNotice(id_, max(0.0, left_s), "Ray drains its node")
 

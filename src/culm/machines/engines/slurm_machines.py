@@ -268,7 +268,9 @@ async def _run(*command: str, script: str = "", missing_ok: bool = False) -> str
         if process.returncode is None:
             process.kill()
             await process.wait()
-    said = errors.decode(errors="replace").strip()
-    if process.returncode and not (missing_ok and "nvalid job id" in said):
-        raise RunError(f"{command[0]}: {said.splitlines()[-1] if said else f'exit status {process.returncode}'}")
+    error_text = errors.decode(errors="replace").strip()
+    if process.returncode and not (missing_ok and "nvalid job id" in error_text):
+        raise RunError(
+            f"{command[0]}: {error_text.splitlines()[-1] if error_text else f'exit status {process.returncode}'}"
+        )
     return output.decode(errors="replace")

@@ -43,8 +43,8 @@ def loss_chart(run: ReportData, *, over: str) -> PlotlyFigure:
     if run.evaluation_curve:
         curve = _curve(run.evaluation_curve, over, "evaluation loss", LINE_COLOURS[1])
         found.append({**curve, "mode": "lines+markers", "marker": {"size": 5}})
-    made = figure(found, x=unit if over == "step" else _TIME_AXIS, y="loss")
-    return add_marks(made, run.marks) if over == "t" else made
+    chart = figure(found, x=unit if over == "step" else _TIME_AXIS, y="loss")
+    return add_marks(chart, run.marks) if over == "t" else chart
 
 
 def value_chart(run: ReportData, name: str) -> PlotlyFigure:
@@ -99,9 +99,9 @@ def pace_chart(run: ReportData) -> PlotlyFigure:
         },
         line([t for t, _ in whole], [v for _, v in whole], "goodput so far", LINE_COLOURS[1]),
     ]
-    made = figure(found, x=_TIME_AXIS, y="samples/s")
-    made["layout"]["yaxis"]["rangemode"] = "tozero"
-    return add_marks(made, run.marks, [(r.t - r.total_ms / 1e3, r.t) for r in run.recoveries if r.t is not None])
+    chart = figure(found, x=_TIME_AXIS, y="samples/s")
+    chart["layout"]["yaxis"]["rangemode"] = "tozero"
+    return add_marks(chart, run.marks, [(r.t - r.total_ms / 1e3, r.t) for r in run.recoveries if r.t is not None])
 
 
 def _step_line(colour: str) -> PlotlyFigure:
@@ -176,11 +176,11 @@ def node_chart(run: ReportData) -> PlotlyFigure | None:
     found = [_bars(name, bars[name], colours[name]) for name in names]
     found += _departure_markers(presences)
     height = max(140, min(900, 110 + (24 if len(rows) <= 24 else 9) * len(rows)))
-    made = figure(found, x=_TIME_AXIS, y="node", height=height)
-    made["layout"] |= {"barmode": "overlay", "bargap": 0.25, "showlegend": True}
-    made["layout"]["yaxis"] |= {"type": "category", "categoryorder": "array", "categoryarray": rows[::-1]}
-    made["layout"]["yaxis"]["title"]["text"] = "" if run.graph else "node"
-    return made
+    chart = figure(found, x=_TIME_AXIS, y="node", height=height)
+    chart["layout"] |= {"barmode": "overlay", "bargap": 0.25, "showlegend": True}
+    chart["layout"]["yaxis"] |= {"type": "category", "categoryorder": "array", "categoryarray": rows[::-1]}
+    chart["layout"]["yaxis"]["title"]["text"] = "" if run.graph else "node"
+    return chart
 
 
 def node_count_chart(run: ReportData) -> PlotlyFigure:
@@ -192,11 +192,11 @@ def node_count_chart(run: ReportData) -> PlotlyFigure:
     totals = list(accumulate(change for _, change in moments))
     x = [t for t, _ in moments] + [run.last_event_t]
     curve = line(x, [*totals, totals[-1]], "nodes", LINE_COLOURS[0])
-    made = figure(
+    chart = figure(
         [curve | {"line": {"color": LINE_COLOURS[0], "width": 1.8, "shape": "hv"}}], x=_TIME_AXIS, y="nodes", height=220
     )
-    made["layout"]["yaxis"]["rangemode"] = "tozero"
-    return made
+    chart["layout"]["yaxis"]["rangemode"] = "tozero"
+    return chart
 
 
 def _epoch_words(run: ReportData, begin: float, end: float) -> str:
@@ -273,13 +273,13 @@ def action_timeline(trace: PerfettoTrace) -> PlotlyFigure | None:
         these = [span for span in shown if span.name.lstrip("0123456789")[:1] == kind]
         if these:
             found.append(_action_bars(f"{meaning} ({kind})", these, zero, labels, colour))
-    made = figure(found, x="milliseconds", y="", height=max(180, min(900, 120 + 30 * len(rows))))
+    chart = figure(found, x="milliseconds", y="", height=max(180, min(900, 120 + 30 * len(rows))))
     near = [span for span in shown if _step_of(span) > steps[0] - _INITIAL_STEPS]
     begin, end = min(span.ts for span in near), max(span.ts + span.dur for span in near)
-    made["layout"]["xaxis"]["range"] = [_round((begin - zero) / 1e3), _round((end - zero) / 1e3)]
-    made["layout"] |= {"barmode": "overlay", "bargap": 0.2, "showlegend": True}
-    made["layout"]["yaxis"] |= {"type": "category", "categoryorder": "array", "categoryarray": rows[::-1]}
-    return made
+    chart["layout"]["xaxis"]["range"] = [_round((begin - zero) / 1e3), _round((end - zero) / 1e3)]
+    chart["layout"] |= {"barmode": "overlay", "bargap": 0.2, "showlegend": True}
+    chart["layout"]["yaxis"] |= {"type": "category", "categoryorder": "array", "categoryarray": rows[::-1]}
+    return chart
 
 
 def _step_of(span: Any) -> int:
@@ -325,9 +325,9 @@ def queue_chart(run: ReportData, names: Mapping[str, str], y: str) -> PlotlyFigu
         rows = [e for e in run.queue_samples if isinstance(e.get(name), (int, float))]
         rows = rows[:: -(-len(rows) // 800) or 1]
         found.append(line([e["t"] for e in rows], [e[name] for e in rows], label, colour))
-    made = add_marks(figure(found, x=_TIME_AXIS, y=y, height=240), run.marks)
-    made["layout"]["yaxis"]["rangemode"] = "tozero"
-    return made
+    chart = add_marks(figure(found, x=_TIME_AXIS, y=y, height=240), run.marks)
+    chart["layout"]["yaxis"]["rangemode"] = "tozero"
+    return chart
 
 
 def compare_losses(runs: Sequence[ReportData], *, over: str) -> PlotlyFigure:
@@ -360,6 +360,6 @@ def compare_paces(runs: Sequence[ReportData]) -> PlotlyFigure:
         colour = LINE_COLOURS[number % len(LINE_COLOURS)]
         curve = line([t for t, _ in windows], [v for _, v in windows], run.name, colour)
         found.append(curve | {"line": _step_line(colour)})
-    made = figure(found, x=_TIME_AXIS, y="samples/s")
-    made["layout"]["yaxis"]["rangemode"] = "tozero"
-    return made
+    chart = figure(found, x=_TIME_AXIS, y="samples/s")
+    chart["layout"]["yaxis"]["rangemode"] = "tozero"
+    return chart

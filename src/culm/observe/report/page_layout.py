@@ -228,8 +228,8 @@ def _tiles_html(run: ReportData) -> str:
         _verified_tile(run),
         ("Cost", _format_usd(_cost_usd(run)), _on_demand_words(run), "tight") if _cost_usd(run) else None,
     ]
-    made = "".join(_tile_html(*tile) for tile in tiles if tile is not None)
-    return f'<div class="tiles">{made}</div>'
+    html = "".join(_tile_html(*tile) for tile in tiles if tile is not None)
+    return f'<div class="tiles">{html}</div>'
 
 
 def _tile_html(name: str, value: str, note: str, mark: str) -> str:
@@ -389,11 +389,11 @@ def _timed_reshapes(run: ReportData) -> list[Mapping[str, Any]]:
 def _event_lines_html(run: ReportData) -> str:
     """The events as a table, newest first."""
     shown = list(run.event_lines)[-_MAX_EVENT_LINES:][::-1]
-    rows, said = "", ""
+    rows, last_reason = "", ""
     for h in shown:
-        why = "″" if h.why and h.why == said else h.why  # consecutive events often share a reason
+        why = "″" if h.why and h.why == last_reason else h.why  # consecutive events often share a reason
         rows += f'<tr class="{escape(h.kind)}"><td>{h.t:.2f} s</td><td>{escape(h.text)}</td><td>{escape(why)}</td></tr>'
-        said = h.why
+        last_reason = h.why
     more = (
         f"<p class=note>The last {_MAX_EVENT_LINES} of {len(run.event_lines)}.</p>"
         if len(run.event_lines) > _MAX_EVENT_LINES
@@ -484,8 +484,8 @@ def _comparison_blocks(runs: Sequence[ReportData]) -> Iterator[PageBlock]:
     yield PageBlock("summaries", _summary_table(runs), wide=True)
     for number, run in enumerate(runs):
         if run.recoveries:
-            made = _recoveries_html(run.recoveries, run.graph).replace("<h2>", f"<h2>{escape(run.name)}: ", 1)
-            yield PageBlock(f"recoveries-{number}", made, wide=True)
+            html = _recoveries_html(run.recoveries, run.graph).replace("<h2>", f"<h2>{escape(run.name)}: ", 1)
+            yield PageBlock(f"recoveries-{number}", html, wide=True)
 
 
 def _run_tile(run: ReportData) -> str:

@@ -113,7 +113,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _application(window: CachedView, host: str) -> web.Application:
-    made = web.Application(middlewares=[_host_guard(allow_any_host=not is_loopback(host))])
+    app = web.Application(middlewares=[_host_guard(allow_any_host=not is_loopback(host))])
 
     async def whole(_: web.Request) -> web.Response:
         return web.Response(text=html_page.live_page(await window.page()), content_type="text/html")
@@ -138,8 +138,8 @@ def _application(window: CachedView, host: str) -> web.Application:
 
     routes = {"/": whole, "/data.json": data, "/metrics": figures, "/page.js": script, "/plotly.min.js": charting}
     for path, answer in routes.items():
-        made.router.add_get(path, answer)
-    return made
+        app.router.add_get(path, answer)
+    return app
 
 
 def _host_guard(*, allow_any_host: bool) -> Middleware:

@@ -320,10 +320,10 @@ def _check_url_empty(out: str, resume_hint: str) -> None:
         raise UsageError(f"--out {out!r} is in the memory of one process: give a place that all nodes can reach")
     try:
         files, root = fsspec.core.url_to_fs(out)
-        taken = files.exists(root) and files.ls(root)
+        contents = files.exists(root) and files.ls(root)
     except Exception as error:  # fsspec drivers raise errors of their own
         raise UsageError(f"--out {out!r} cannot be opened: {type(error).__name__}: {error}") from None
-    if taken:
+    if contents:
         raise UsageError(f"--out {out!r} is not empty: give another place{resume_hint}")
 
 
@@ -358,8 +358,8 @@ def has_open_writer(path: Path) -> bool | None:
     """Whether another process of this machine has a file of lines open; None: unknown."""
     try:
         with path.open("rb") as file:
-            asked = struct.pack(_FLOCK_FORMAT, fcntl.F_WRLCK, 0, 0, 0, 0)
-            return bool(struct.unpack(_FLOCK_FORMAT, fcntl.fcntl(file, fcntl.F_GETLK, asked))[0] != fcntl.F_UNLCK)
+            lock = struct.pack(_FLOCK_FORMAT, fcntl.F_WRLCK, 0, 0, 0, 0)
+            return bool(struct.unpack(_FLOCK_FORMAT, fcntl.fcntl(file, fcntl.F_GETLK, lock))[0] != fcntl.F_UNLCK)
     except OSError:
         return None
 

@@ -221,5 +221,5 @@ def _explain_no_shape_fits(problem: ShapeSearchProblem, pipelines: int | None, s
     if not deep:
         return explain_never_fits(layers, memory)
     deeper_fits = f"{count_noun(D, 'pipeline')} of {count_noun(deep[0], 'stage')} would fit"
-    here = f"any shape on {count_noun(problem.nodes, 'node')}"
-    return f"memory is {format_bytes(memory)}, too little for {here}: {deeper_fits}; use --nodes {D * deep[0]}"
+    subject = f"any shape on {count_noun(problem.nodes, 'node')}"
+    return f"memory is {format_bytes(memory)}, too little for {subject}: {deeper_fits}; use --nodes {D * deep[0]}"

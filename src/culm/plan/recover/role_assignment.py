@@ -356,9 +356,9 @@ def _choose_stand_ins(cluster: SurvivingCluster) -> dict[int, int]:
         peers = any(_holds_own_stage(cluster, peer) for peer in range(stage, len(cluster.full_plan.workers), P))
         if peers and not cluster.policy.prefers_stand_ins:
             continue
-        taken = {worker for full, worker in found.items() if full % P == stage}
+        assigned = {worker for full, worker in found.items() if full % P == stage}
         posted = cluster.own_runners[stage::P]
-        able = [w for w, held in cluster.held_stages.items() if stage in held and w not in posted and w not in taken]
+        able = [w for w, held in cluster.held_stages.items() if stage in held and w not in posted and w not in assigned]
         if able:
             rank = cluster.policy.stand_in_rank
             found[slot] = min(able, key=lambda other: (rank(cluster, slot, other), load[other], other))
@@ -576,11 +576,11 @@ def _choose_shadows(
     policy = cluster.policy
     for stage in range(cluster.full_plan.stages):
         holders = {*runners[stage], *(replica.slot for replica in found if replica.stage == stage)}
-        taken = cluster.nodes_of(holders)
+        holder_nodes = cluster.nodes_of(holders)
         able = [
             slot
             for slot in cluster.held_stages
-            if cluster.node_of(slot) not in taken and slot not in cluster.leaving_slots
+            if cluster.node_of(slot) not in holder_nodes and slot not in cluster.leaving_slots
         ]
         movers_here = {slot for slot in movers if slot % cluster.full_plan.stages == stage}
         if policy.has_enough_holders(cluster.nodes_of(holders - cluster.leaving_slots - movers_here)):

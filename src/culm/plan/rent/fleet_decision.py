@@ -15,7 +15,7 @@ The policy, in this order:
    rented on demand, whatever the spot nodes were like lately. If it is not even enough for a full fleet without any
    loss, the deadline is missed whatever it costs, and the run goes on with spot nodes alone.
 4. **Price.** On-demand nodes are rented only as far as the budget lasts to the end, and offers above the highest price
-   are not used. Where an on-demand node is no dearer than a spot node, it is preferred.
+   are not used. Where an on-demand node costs no more than a spot node, it is preferred.
 """
 
 from __future__ import annotations

@@ -149,10 +149,10 @@ class _CpSatModel:
     def _add_interval(self, action: Action, pipeline: int) -> None:
         start, price = self.starts[action], self._ticks_of(action.kind, action.segment)
         assert action.micro is not None
-        here = self.placements[action.segment, action.micro, pipeline]
-        interval = self.model.new_optional_fixed_size_interval_var(start, price, here, "")
+        placement = self.placements[action.segment, action.micro, pipeline]
+        interval = self.model.new_optional_fixed_size_interval_var(start, price, placement, "")
         slot = Slot(pipeline, action.segment)
-        self.intervals[slot].append(_ActionInterval(action, start, start + price, here, interval))
+        self.intervals[slot].append(_ActionInterval(action, start, start + price, placement, interval))
 
     def _add_precedence(self) -> None:
         """An action starts after its inputs have arrived, and a worker runs one action at a time."""

@@ -54,12 +54,12 @@ class LearningRates:
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
-                    made = self._schedule(_StandIn(optimizer, base))
+                    scheduler = self._schedule(_StandIn(optimizer, base))
             except ASYNC_USER_EXCEPTIONS:  # a function of the step: with a step it raises what is really wrong
                 self._is_scheduler = _fails_with_a_step(self._schedule)
             else:
-                _check_scheduler(made)
-                self._is_scheduler = isinstance(made, LRScheduler)
+                _check_scheduler(scheduler)
+                self._is_scheduler = isinstance(scheduler, LRScheduler)
         return self._is_scheduler
 
     def _run_of(self, optimizer: Optimizer, base: Sequence[GroupSettings]) -> _SchedulerRun:

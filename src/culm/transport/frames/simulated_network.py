@@ -140,11 +140,11 @@ class SimulatedNetwork:
             for key in endpoint.mailbox.awaited_keys()
         ]
         for (key, sequence), pending in sorted(self._pending_reduces.items(), key=lambda item: item[0]):
-            here = [member for member in pending.contributions if member not in pending.finished_members]
+            contributors = [member for member in pending.contributions if member not in pending.finished_members]
             missing = [member for member in pending.members if member not in pending.contributions]
-            if here and missing:
+            if contributors and missing:
                 reduce = f"sum {sequence} of {key.name} of step {key.step} in epoch {key.epoch}"
-                waits.append(f"{', '.join(here)} waits for {', '.join(missing)} in {reduce}")
+                waits.append(f"{', '.join(contributors)} waits for {', '.join(missing)} in {reduce}")
         return waits
 
     async def all_reduce(

@@ -85,9 +85,9 @@ class CheckpointCommitter:
             newest = self._newest_whole()
             self.on_failure(f"the checkpoint of step {newest[1] if newest is not None else 0}", why)
 
-        made = await retry_storage(self._clock, commit, handle_failure)
+        result = await retry_storage(self._clock, commit, handle_failure)
         self.on_recovery()
-        return made
+        return result
 
     def _write_commit(self, key: tuple[int, int], folder: str) -> CommittedCheckpoint:
         """Write the manifest of a checkpoint, then delete old checkpoints. Runs in a thread."""
