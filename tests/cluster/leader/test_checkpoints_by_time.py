@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,12 @@ def unsaved_s(out: Path) -> float:
     """The longest time between two checkpoints, or between a checkpoint and the start or end of the run."""
     lines = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
     times = [line["t"] for line in lines if line["kind"] in ("run_started", "checkpoint", "finished")]
-    return max(after - before for before, after in zip(times, times[1:], strict=False))
+    return max(after - before for before, after in itertools.pairwise(times))
 
 
 def step_s(out: Path) -> float:
     times = [json.loads(line)["t"] for line in (out / "steps.jsonl").read_text().splitlines()]
-    return max(after - before for before, after in zip(times, times[1:], strict=False))
+    return max(after - before for before, after in itertools.pairwise(times))
 
 
 @pytest.mark.parametrize("strategy", ["auto", "reroute", "shadow-lazy", "none"])
