@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from tests.tiny_jobs import job
 
 from culm.runtime import messages
+from culm.runtime.checkpoint_io import CheckpointWriter
 from culm.runtime.clock import RealClock
 from culm.runtime.worker import Worker
 
@@ -44,5 +45,36 @@ def test_a_worker_that_is_cancelled_while_it_leaves_an_epoch_ends() -> None:
         may_end.set()
         await asyncio.wait([running], timeout=60.0)
         assert running.cancelled()
+
+    asyncio.run(main())
+
+
+def test_a_worker_that_is_cancelled_while_it_gives_up_a_checkpoint_ends() -> None:
+    """The write ends a moment after it was cancelled: the cancellation of the caller is not lost with it."""
+
+    async def main() -> None:
+        writer = CheckpointWriter(0, cast("Any", None), RealClock(), cast("Any", None))
+        cancelled, may_end = asyncio.Event(), asyncio.Event()
+
+        async def write() -> None:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                cancelled.set()
+                await may_end.wait()
+                raise
+
+        async def train() -> None:
+            await writer.close()
+            await asyncio.Event().wait()
+
+        writer._write_task = asyncio.create_task(write())
+        await asyncio.sleep(0)
+        training = asyncio.create_task(train())
+        await cancelled.wait()
+        training.cancel()
+        may_end.set()
+        await asyncio.wait([training], timeout=60.0)
+        assert training.cancelled()
 
     asyncio.run(main())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -96,10 +95,10 @@ class CheckpointWriter:
 
     async def close(self) -> None:
         """Give up the write that is under way."""
-        if self._write_task is not None:
-            self._write_task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                await self._write_task
+        task = self._write_task
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)  # raises if the caller is cancelled meanwhile
             self._write_task = None
 
     async def _write(
