@@ -121,14 +121,14 @@ def resolve_strategy(request: RunConfig, inputs: StrategyInputs) -> ResolvedStra
 
 
 def _checkpoint_interval(
-    request: RunConfig, asked: Strategy, chosen: StrategyChoice, inputs: StrategyInputs
+    request: RunConfig, requested: Strategy, chosen: StrategyChoice, inputs: StrategyInputs
 ) -> tuple[int, float, str]:
     """(steps between two checkpoints, seconds between two, note for the reason): steps as requested, or else the best
     interval in seconds, of a few minutes at most: an estimate of risks does not cover a run that is killed."""
     if request.checkpoint_every:
         return request.checkpoint_every, 0.0, ""
     if request.out is None:
-        unprotected = asked.chooses_another and chosen.strategy.survives_losses
+        unprotected = requested.chooses_another and chosen.strategy.survives_losses
         return 0, 0.0, "; without --out there is no checkpoint if all holders of a layer are lost" * unprotected
     run = inputs.goodput_inputs(request.preemption_rate)
     write_s = run.state_bytes / (run.risk.storage_bandwidth * run.nodes)
