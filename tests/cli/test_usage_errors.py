@@ -197,7 +197,7 @@ def test_the_job_file_of_a_refused_request_is_not_imported(tmp_path: Path) -> No
     (tmp_path / "loud.py").write_text("print('imported')\n")
     ended = subprocess.run(
         [sys.executable, "-c", "from culm.cli import main; main()", "run", "loud.py", "--keep-last", "0"],
-        capture_output=True, text=True, timeout=30, cwd=tmp_path, check=False,
+        capture_output=True, text=True, timeout=180, cwd=tmp_path, check=False,
     )  # fmt: skip
     assert ended.returncode == 2
     assert ended.stdout == ""
@@ -220,7 +220,7 @@ def test_a_trace_that_cannot_be_replayed_is_refused_at_once(
 def test_a_terminal_that_cannot_draw_a_character_gets_another_instead() -> None:
     made = subprocess.run(
         [sys.executable, "-c", "from culm.cli import main; main()", "schedule", "1f1b", "--times", "F=\u00bd"],
-        capture_output=True, timeout=30, check=False, env=os.environ | {"PYTHONIOENCODING": "ascii:strict"},
+        capture_output=True, timeout=180, check=False, env=os.environ | {"PYTHONIOENCODING": "ascii:strict"},
     )  # fmt: skip
     assert made.returncode == 2
     assert b"culm: --times has 'F=?'" in made.stderr

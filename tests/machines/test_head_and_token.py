@@ -106,6 +106,14 @@ def test_two_heads_do_not_share_a_folder(tmp_path: Path, capsys: pytest.CaptureF
         pass
 
 
+@pytest.mark.parametrize("seconds", ["nan", "-1"])
+def test_an_agent_waits_for_a_number_of_seconds(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["agent", "--join", "culm1-x", f"--wait={seconds}"])
+    assert ended.value.code == 2
+    assert f"--wait is {seconds}: use a number of seconds" in capsys.readouterr().err
+
+
 def job_folder(folder: Path) -> Path:
     folder.mkdir()
     (folder / "train.py").write_text(JOB)
