@@ -348,7 +348,7 @@ def test_an_epoch_that_ends_during_a_sum_leaves_no_unread_exception(kind: Transp
             for member in members:
                 member.close()
             await asyncio.wait(joining)
-            del joining, members
+            del joining, members, task, member
             await turns_of_the_loop()
             gc.collect()
 
