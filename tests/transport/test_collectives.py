@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import socket
@@ -315,3 +316,41 @@ def test_a_process_can_end_while_it_waits_for_a_missing_member() -> None:
 
     with forked_child(work) as pid:
         assert run_with_timeout(main()) == 0
+
+
+async def turns_of_the_loop() -> None:
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("phase", ["join", "sum"])
+@pytest.mark.parametrize("kind", [SOCKETS, ENCRYPTED], ids=["gloo", "frames"])
+def test_an_epoch_that_ends_during_a_sum_leaves_no_unread_exception(kind: TransportVariant, phase: str) -> None:
+    """asyncio would print it, with a traceback, in every recovery."""
+    said: list[str] = []
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: said.append(str(context["message"])))
+        async with kind.endpoints(3) as transports:
+            addresses = [transport.address for transport in transports]
+            present = transports if phase == "sum" else transports[:2]
+            members = [transport.group(frame_key("group 0"), addresses) for transport in present]
+            joining = [asyncio.create_task(member.join()) for member in members]
+            if phase == "sum":
+                await asyncio.gather(*joining)
+                joining = [asyncio.create_task(members[0].all_reduce(torch.ones(3), torch.ones(60_000)))]
+            await turns_of_the_loop()
+            for transport in transports:  # as a worker that is halted does it
+                transport.close_epochs(1 << 40)
+            await asyncio.sleep(0)  # what waits for frames gets EpochClosed
+            for task in joining:
+                task.cancel()
+            for member in members:
+                member.close()
+            await asyncio.wait(joining)
+            del joining, members, task, member
+            await turns_of_the_loop()
+            gc.collect()
+
+    kind.run(main())
+    assert said == []

@@ -45,7 +45,11 @@ class SegmentGradientReducer:
             members = [self._epoch.address(slot) for slot in runners]
             name = f"group {g} of {','.join(map(str, runners))}"
             self._groups[g, runners] = self._transport.group(context.frame_key(0, name), members, sums)
-        await asyncio.gather(*(group.join() for group in self._groups.values()))
+        if sums is None:
+            await asyncio.gather(*(group.join() for group in self._groups.values()))
+            return
+        for group in self._groups.values():  # one at a time, at all workers in the same order: NCCL connects in threads
+            await group.join()
 
     @property
     def is_connecting(self) -> bool:

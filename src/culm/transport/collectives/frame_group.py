@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from culm.errors import EpochClosed, NodeLost
+from culm.transport.collectives.member_store import retrieve_exception
 from culm.transport.interface import Address, FrameKey
 
 if TYPE_CHECKING:
@@ -133,6 +134,7 @@ class FrameGroup:
             work.close()
             self._failure.result()
         task = asyncio.ensure_future(work)
+        task.add_done_callback(retrieve_exception)
         try:
             await asyncio.wait((task, self._failure), return_when=asyncio.FIRST_COMPLETED)
             if not task.done():

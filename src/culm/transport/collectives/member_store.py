@@ -89,6 +89,8 @@ class Rendezvous:
         an error, so that no thread waits in it."""
         working = asyncio.ensure_future(work)
         receiving = [asyncio.create_task(self._receive_entries(rank)) for rank in self._other_ranks()]
+        for each in (working, *receiving):
+            each.add_done_callback(retrieve_exception)
         try:
             done, _ = await asyncio.wait((working, *receiving), return_when=asyncio.FIRST_COMPLETED)
             for task in done - {working}:
@@ -129,6 +131,12 @@ class Rendezvous:
 
     def _entry_key(self, rank: int, number: int) -> FrameKey:
         return self._key._replace(name=f"{self._key.name} from {rank} {number}")
+
+
+def retrieve_exception(task: asyncio.Future[Any]) -> None:
+    """A callback for a task that may end after its group was left: nobody reads its exception then."""
+    if not task.cancelled():
+        task.exception()
 
 
 async def run_in_daemon_thread(slow: Callable[A, T], *args: A.args, **kwargs: A.kwargs) -> T:

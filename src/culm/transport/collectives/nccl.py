@@ -21,7 +21,7 @@ import msgspec
 from culm.device.device_sums import NO_GPUS, DeviceCommunicator, DeviceSums, NcclSupport, find_obstacle
 from culm.errors import DeviceFailed, EpochClosed, NodeLost
 from culm.transport.collectives.gloo import GlooGroup, reduce_failed
-from culm.transport.collectives.member_store import Rendezvous, run_in_daemon_thread
+from culm.transport.collectives.member_store import Rendezvous, retrieve_exception, run_in_daemon_thread
 from culm.transport.interface import Address, FrameKey
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class NcclGroup:
         except TimeoutError:
             self._closed = True  # a thread that connects after all aborts at once
             return f"NCCL did not connect within {_CONNECT_S:g} s"
-        except (RuntimeError, DeviceFailed) as error:
+        except Exception as error:  # whatever it is, Gloo may work: other versions of torch raise other errors
             return f"NCCL did not connect: {error}"
         finally:
             self.is_connecting = False
@@ -139,6 +139,7 @@ class NcclGroup:
     async def _wait_for(self, event: DeviceEvent, communicator: DeviceCommunicator) -> None:
         """Wait for the event of a sum. Raises EpochClosed if the group was left before, NodeLost after an error."""
         waiting = asyncio.ensure_future(event.wait())
+        waiting.add_done_callback(retrieve_exception)
         try:
             done: set[asyncio.Future[None]] = set()
             while not done:
