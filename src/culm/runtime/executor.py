@@ -66,6 +66,7 @@ class Executor:
         self._compiled_segments: list[Segment] = []
         """Segments that have run a forward in this epoch."""
         self._compiling = False
+        self._waits_for_loader = False
         self.current_action: tuple[int, CompiledOp] | None = None
         """(step, action) of the action that computes; after an exception: of the one that raised it."""
         self.actions_done = 0
@@ -81,9 +82,9 @@ class Executor:
     @property
     def progress(self) -> tuple[int, float]:
         """(number of complete actions, seconds of the slowest one) in this epoch. While a layer is being built or
-        compiled, or NCCL connects, every call counts as one more action."""
+        compiled, NCCL connects, or a loader process has its own limit, every call counts as one more action."""
         is_building = self._shadows is not None and self._shadows.is_building
-        self.actions_done += self._compiling or is_building or self._reducer.is_connecting
+        self.actions_done += self._compiling or self._waits_for_loader or is_building or self._reducer.is_connecting
         if self._launched is None:
             return self.actions_done, self.slowest_action_s
         return self.actions_done + self._launched.actions_done, self._launched.slowest_action_s
@@ -133,13 +134,14 @@ class Executor:
         if self._launched is not None:
             await self._launched.wait_for_room()
         inputs = await self._receive_inputs(step, op, frames)
+        if kind is Kind.F and op.reads_data and self._prefetcher.must_wait(step, micro):
+            self.current_action = step, op
+            await self._wait_for_loader(step, micro)
         start = self._clock.now()
         self.current_action = step, op
         outputs: Sequence[Tensor | None] = ()
         was_compiled = kind is Kind.F and self._compiles and op.segment not in self._compiled_segments
         if kind is Kind.F:
-            if op.reads_data and self._prefetcher.must_wait(step, micro):
-                await self._clock.run_in_thread(self._prefetcher.wait, step, micro)
             outputs = await self._run_forward(step, micro, op, inputs)
         elif kind is Kind.B:
             outputs = op.segment.backward(step, micro, inputs)
@@ -200,6 +202,20 @@ class Executor:
         finally:
             await asyncio.wait([running])
             self._compiling = False
+
+    async def _wait_for_loader(self, step: int, micro: int) -> None:
+        """Wait for a loader process, in a thread. Job.loader_timeout is the limit: until then the heartbeats report
+        progress. A caller that is cancelled ends the loaders, and waits for the thread, which uses them."""
+        waiting = asyncio.ensure_future(self._clock.run_in_thread(self._prefetcher.wait, step, micro))
+        waiting.add_done_callback(lambda task: task.cancelled() or task.exception())
+        self._waits_for_loader = True
+        try:
+            await asyncio.shield(waiting)
+        finally:
+            if not waiting.done():
+                self._prefetcher.interrupt_wait()
+                await asyncio.wait([waiting])
+            self._waits_for_loader = False
 
     async def _receive_inputs(self, step: int, op: CompiledOp, frames: FrameSource) -> Any:
         """The input tensors of an action: from a frame, or from an earlier action of this worker."""

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from torch import Tensor
 
 from culm.errors import LayerFailed
 from culm.job import Job
-from culm.runtime.compute.batch_loading import load_micro_batch
+from culm.runtime.clock import RealClock
+from culm.runtime.compute.batch_loading import MicroBatchPrefetcher, load_micro_batch
 from culm.runtime.compute.loader_pool import LoaderPool
 from culm.runtime.compute.rng import sample_indices
 from culm.testing import Faults, reference, simulate
@@ -88,6 +90,30 @@ def test_a_loader_that_dies_hangs_or_fails_is_an_error_that_names_the_item(act: 
         with pytest.raises(LayerFailed, match=message) as caught:
             pool.take(0, 2)
     assert str(items) in str(caught.value)
+
+
+@pytest.mark.real
+def test_a_wait_in_another_thread_ends_when_the_processes_are_killed() -> None:
+    """An epoch may end while a worker waits for a loader."""
+    item = sample_indices(tiny_jobs.job(), 0, 0)[0]
+    job = tiny_jobs.job(data=Broken(item, lambda: time.sleep(600)), loaders=1)
+    with pool_of(job) as pool, ThreadPoolExecutor(1) as threads:
+        pool.add(0, 0)
+        waiting = threads.submit(pool.wait, 0, 0)
+        pool.kill()
+        assert isinstance(waiting.exception(), LayerFailed)
+
+
+@pytest.mark.real
+def test_with_loaders_a_worker_loads_no_item_itself() -> None:
+    """A holder that repeats an action asks a loader, too: the item may have ended a process before."""
+    job = tiny_jobs.job(data=Broken(sample_indices(tiny_jobs.job(), 0, 2)[0], kill_self), loaders=1)
+    prefetcher = MicroBatchPrefetcher(job, torch.device("cpu"), RealClock(), [0, 1])
+    with contextlib.closing(prefetcher):
+        prefetcher.start_step(0)
+        assert prefetcher.must_wait(0, 2)
+        with pytest.raises(LayerFailed, match="was killed by SIGKILL"):
+            prefetcher.wait(0, 2)
 
 
 @pytest.mark.real

@@ -107,12 +107,21 @@ class MicroBatchPrefetcher:
             self._pending = collections.deque(one for one in coming if one not in self._prefetched)
 
     def must_wait(self, step: int, micro: int) -> bool:
-        """Whether a loader process still has to deliver a micro-batch: call `wait` in a thread before `take`."""
-        return self._loaders.has(step, micro) and not self._loaders.is_loaded(step, micro)
+        """Whether a loader process still has to deliver a micro-batch: call `wait` in a thread before `take`. With
+        loaders, the worker itself loads none: an item that hangs or ends its process may be tried on several
+        workers."""
+        if not self._job.loaders:
+            return False
+        self._loaders.add(step, micro)
+        return not self._loaders.is_loaded(step, micro)
 
     def wait(self, step: int, micro: int) -> None:
         """Wait for a micro-batch from a loader process. Raises LayerFailed if it dies or takes too long."""
         self._loaders.wait(step, micro)
+
+    def interrupt_wait(self) -> None:
+        """Make a `wait` in another thread raise soon."""
+        self._loaders.kill()
 
     def close(self) -> None:
         """End the loader processes."""

@@ -34,7 +34,8 @@ StepMicro: TypeAlias = tuple[int, int]
 class LoaderPool:
     """Processes that load micro-batches in the order in which they are requested, each micro-batch in one of them.
 
-    Used by one thread. Call `close`; processes of a pool that is not closed end with this process.
+    Used by one thread at a time, except for `kill`. Call `close`; processes of a pool that is not closed end with this
+    process.
     """
 
     def __init__(self, job: Job, load: Callable[[int, int], Any]) -> None:
@@ -47,15 +48,20 @@ class LoaderPool:
     def request(self, wanted: Iterable[StepMicro]) -> None:
         """Load these micro-batches in advance, unless that is under way. Others that were requested are dropped."""
         micro_batches = list(wanted)
-        if not self._loaders:
-            self._loaders = [_Loader(self._load) for _ in range(self._job.loaders)]
         for stale in self._loaded.keys() - set(micro_batches):
             del self._loaded[stale]
         for each in micro_batches:
-            if each not in self._requested and each not in self._loaded:
-                loader = min(self._loaders, key=lambda one: one.waiting)
-                self._requested[each] = loader
-                loader.request(each)
+            self.add(*each)
+
+    def add(self, step: int, micro: int) -> None:
+        """Load one more micro-batch, unless that is under way or done."""
+        if self.has(step, micro):
+            return
+        if not self._loaders:
+            self._loaders = [_Loader(self._load) for _ in range(self._job.loaders)]
+        loader = min(self._loaders, key=lambda one: one.waiting)
+        self._requested[step, micro] = loader
+        loader.request((step, micro))
 
     def take(self, step: int, micro: int) -> Any:
         """A micro-batch that was requested. Raises LayerFailed as `wait` does, and what loading it raised."""
@@ -109,8 +115,13 @@ class LoaderPool:
     def _items(self, micro_batch: StepMicro) -> str:
         return f"item {sample_indices(self._job, *micro_batch)} of Job.data"
 
+    def kill(self) -> None:
+        """Kill the processes, so that a `wait` in another thread raises. `close` has to follow."""
+        for loader in list(self._loaders):
+            loader.kill()
+
     def close(self) -> None:
-        """End the processes."""
+        """End the processes. Not while another thread waits."""
         for loader in self._loaders:
             loader.close()
         self._loaders, self._requested, self._loaded = [], {}, {}
@@ -171,10 +182,14 @@ class _Loader:
             return f"was killed by {signal.Signals(os.WTERMSIG(self._status)).name}"
         return f"ended with status {os.waitstatus_to_exitcode(self._status)}"
 
-    def close(self) -> None:
+    def kill(self) -> None:
         if self._status is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        if self._status is None:
+            self.kill()
             self._wait()
         self._pipe.close()
 
