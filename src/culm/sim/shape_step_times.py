@@ -48,6 +48,9 @@ MAX_PLANNED_FORWARDS = 600
 
 EmptySlots: TypeAlias = frozenset[Slot]
 
+_NO_LOSS = RecoveryPolicy()
+"""The policy while no slot is empty: it decides nothing."""
+
 
 class ShapeStepTimes:
     """Seconds per step of one workload in any pipelines; each situation is computed once."""
@@ -78,7 +81,7 @@ class ShapeStepTimes:
         if not self.plans_shapes:
             return self.step_times.layout_step_s(PipelineLayout(depths))
         if self._knows_links:
-            return self._planned_step_s_cached(depths, frozenset(), RecoveryPolicy())
+            return self._planned_step_s_cached(depths, frozenset(), _NO_LOSS)
         return self._predicted_cached(depths)
 
     def predicted_running_step_s(self, depths: Depths, holes: EmptySlots, policy: RecoveryPolicy) -> float:
