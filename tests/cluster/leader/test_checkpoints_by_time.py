@@ -28,18 +28,18 @@ def run(out: Path, faults: Faults | None = None, *, action_s: float = 4.0, **req
 def unsaved_s(out: Path) -> float:
     """The longest time between two checkpoints, or between a checkpoint and the start or end of the run."""
     lines = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
-    times = [line["t"] for line in lines if line["kind"] in ("run_started", "checkpoint", "finished")]
+    times: list[float] = [line["t"] for line in lines if line["kind"] in ("run_started", "checkpoint", "finished")]
     return max(after - before for before, after in itertools.pairwise(times))
 
 
 def step_s(out: Path) -> float:
-    times = [json.loads(line)["t"] for line in (out / "steps.jsonl").read_text().splitlines()]
+    times: list[float] = [json.loads(line)["t"] for line in (out / "steps.jsonl").read_text().splitlines()]
     return max(after - before for before, after in itertools.pairwise(times))
 
 
 @pytest.mark.parametrize("strategy", ["auto", "reroute", "shadow-lazy", "none"])
 def test_a_run_is_saved_every_few_minutes(strategy: str, tmp_path: Path) -> None:
-    shape = {"pipelines": 1} if strategy == "none" else {}
+    shape: dict[str, Any] = {"pipelines": 1} if strategy == "none" else {}
     found = run(tmp_path, strategy=strategy, **shape)
     assert found.state_sha256 == reference_result(JOB).state_sha256
     assert unsaved_s(tmp_path) < MINUTES_S + 4 * step_s(tmp_path)
