@@ -18,6 +18,7 @@ from culm.cluster.run_setup import RunSetup, StepGate
 from culm.config import RunConfig
 from culm.data.stream import Stream
 from culm.errors import CheckpointError, PlanError, UsageError
+from culm.market.catalogue import load_catalogue
 from culm.market.rental_cost import MINIMUM_S, Rental, rental_terms
 from culm.observe.event_hooks import HOOK_OF_KIND
 from culm.observe.report.cost_reader import earlier_rentals
@@ -27,8 +28,9 @@ from culm.plan.model.accelerators import USABLE_MEMORY_SHARE
 from culm.plan.model.layer_partition import partition_layers, segment_layer_ranges
 from culm.plan.model.model_profile import LayerCost, Profile
 from culm.plan.model.shape_prediction import peak_in_flight
-from culm.plan.model.shape_search import choose_shape, shared_cores_step_s
+from culm.plan.model.shape_search import DEFAULT_BANDWIDTH, choose_shape, shared_cores_step_s
 from culm.plan.rent.fleet_decision import FleetLimits
+from culm.plan.rent.link_costs import NodeLinks, links_of_instance
 from culm.plan.rent.memory_model import WorkerMemory, explain_memory_misfit, worker_memories
 from culm.plan.replan.planned_schedule import PLANNED
 from culm.plan.reshape.run_schedule import ScheduledStep, choose_schedule
@@ -70,7 +72,8 @@ def prepare_run(
     model_info = model_info or inspect_layers(job)
     profile = _layer_profile(job, config, model_info, progress, measure=measure)
     _check_profile(profile, model_info.profile)
-    pipelines, stages, cuts, why = _choose_shape(job, config, profile)
+    links = _links(config)
+    pipelines, stages, cuts, why = _choose_shape(job, config, profile, links)
     if measure and profile is not model_info.profile and not config.is_shared:
         why += _explain_shared_cores(job, profile, pipelines, stages)
     _check_nodes_filled(pipelines, stages, config.workers_per_node)
@@ -88,6 +91,7 @@ def prepare_run(
             max_activations=config.max_activations,
             synchronous=_has_synchronous_step(job),
             splits_backward=not job.compile,
+            links=links,
         ),
     )
     _check_compiled(job, config, schedule.plan)
@@ -157,6 +161,7 @@ def prepare_run(
         else None,
         layer_inputs=model_info.layer_inputs if job.compile else (),
         layers=profile.layers,
+        links=links,
         memory=config.memory,
         worker_memories=memories,
         reconfigure=config.reconfigure,
@@ -305,7 +310,9 @@ def _layer_with_size(layer: LayerCost) -> str:
     return f"{layer.name} with {layer.parameter_bytes:,} bytes of parameters"
 
 
-def _choose_shape(job: Job, config: RunConfig, profile: Profile) -> tuple[int, int, tuple[int, ...], str]:
+def _choose_shape(
+    job: Job, config: RunConfig, profile: Profile, links: NodeLinks | None
+) -> tuple[int, int, tuple[int, ...], str]:
     """(D, P, cuts, why): as configured, or chosen for the number of nodes."""
     ranges = config.ranges if config.schedule == "interleaved" else 1
     fixed = config.nodes is None or (config.pipelines is not None and config.stages is not None)
@@ -328,8 +335,20 @@ def _choose_shape(job: Job, config: RunConfig, profile: Profile) -> tuple[int, i
         pipelines=pipelines,
         stages=stages,
         ranges=config.ranges,
+        bandwidth=DEFAULT_BANDWIDTH if links is None else links.between_nodes,
     )
     return choice.pipelines, choice.stages, choice.cuts, reason if fixed else choice.why
+
+
+def _links(config: RunConfig) -> NodeLinks | None:
+    """The network of the instance that the config names; None: it names none, or one without known figures."""
+    if config.instance is None:
+        return None
+    try:
+        machine = load_catalogue().find(config.instance)
+        return links_of_instance(machine.instance, machine.gpu, config.workers_per_node)
+    except (UsageError, PlanError):  # an instance of the user's own, with a price
+        return None
 
 
 def _explain_shared_cores(job: Job, profile: Profile, pipelines: int, stages: int) -> str:

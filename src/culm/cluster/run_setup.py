@@ -12,6 +12,7 @@ from culm.errors import CulmError, RunError
 from culm.market.rental_cost import Rental, RentalTerms
 from culm.plan.model.model_profile import LayerCost
 from culm.plan.rent.fleet_decision import FleetDecision, FleetLimits, FleetProgress
+from culm.plan.rent.link_costs import NodeLinks
 from culm.plan.rent.memory_model import WorkerMemory
 from culm.runtime.epoch import LayerInput
 from culm.transport.frames.encryption_policy import EncryptionPolicy
@@ -85,6 +86,8 @@ class RunSetup(msgspec.Struct, frozen=True):
     """By layer: what it gets. Empty: layers are not compiled."""
     layers: tuple[LayerCost, ...] = ()
     """Costs of each layer; a reshape balances stages by them."""
+    links: NodeLinks | None = None
+    """The network between the workers, if the config names an instance; None: not known."""
     memory: int | None = None
     """Memory of a worker in bytes; None: not known."""
     worker_memories: tuple[WorkerMemory, ...] = ()

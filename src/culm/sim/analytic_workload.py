@@ -7,15 +7,10 @@ from typing import TYPE_CHECKING
 
 from culm.errors import PlanError
 from culm.market.catalogue import load_catalogue
-from culm.plan.model.accelerators import (
-    USABLE_MEMORY_SHARE,
-    find_accelerator,
-    within_node_bandwidth,
-    worker_bandwidth,
-)
+from culm.plan.model.accelerators import USABLE_MEMORY_SHARE, find_accelerator
 from culm.plan.model.layer_partition import find_cuts, in_flight_1f1b, segment_layer_ranges
 from culm.plan.model.reference_models import find_model
-from culm.plan.rent.link_costs import NodeLinks, stage_costs
+from culm.plan.rent.link_costs import links_of_instance, stage_costs
 from culm.plan.replan.planned_schedule import PLANNED
 from culm.schedule import Costs
 from culm.sim.model_layers import ModelLayers
@@ -58,11 +53,7 @@ def analytic_workload(
     if cuts is None:
         raise PlanError(f"{name} cannot be cut into {P} stages that fit on {instance}: use --stages {min_stages}")
     segments = [profile.layers[span.start : span.stop] for span in segment_layer_ranges(cuts, len(profile.layers))]
-    links = NodeLinks(
-        between_nodes=worker_bandwidth(node.instance, node.gpu_count),
-        within_node=within_node_bandwidth(device),
-        workers=node.gpu_count,
-    )
+    links = links_of_instance(node.instance, node.gpu, node.gpu_count)
     return Workload(
         name=name,
         pipelines=D,

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from culm.errors import PlanError
 from culm.plan.model.model_profile import LayerCost
 from culm.plan.recover.role_assignment import SurvivingCluster, assign_roles
+from culm.plan.rent.link_costs import NodeLinks, links_of_instance
 from culm.plan.reshape.pipeline_shape import (
     Depths,
     PipelineShape,
@@ -184,3 +185,27 @@ def test_with_spare_nodes_the_only_holder_of_a_layer_is_assigned() -> None:
 def test_fewer_nodes_than_slots_are_refused() -> None:
     with pytest.raises(PlanError, match="2x3 needs 6 workers, but there are 5"):
         assign_slots(even_shape(2, 3), get("reroute"), places("", 5), {}, ())
+
+
+def test_the_links_of_an_instance_decide_between_shapes() -> None:
+    """On nodes with a fast network one stage per worker is best; without the links, the sums of gradients that it needs
+    seem to take longer than the sends of a deeper pipeline."""
+    layer = LayerCost(
+        name="layer",
+        forward_s=0.01,
+        input_s=0.01,
+        weight_s=0.01,
+        parameter_bytes=1 << 30,
+        output_bytes=1 << 30,
+        state_bytes=0,
+        activation_bytes=4,
+    )
+    deep, wide = (4, 4), (1,) * 8
+
+    def step_s(depths: Depths, links: NodeLinks | None) -> float:
+        model = ShapeInputs(layers=(layer,) * 8, micro_batches=8, links=links)
+        return predict_shape_step_s(model, build_shape(model, depths))
+
+    links = links_of_instance("p4d.24xlarge", "A100", 4)
+    assert step_s(wide, links) < step_s(deep, links)
+    assert step_s(deep, None) < step_s(wide, None)

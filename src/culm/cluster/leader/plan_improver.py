@@ -98,6 +98,7 @@ def step_of(setup: RunSetup, shape: PipelineShape) -> ScheduledStep:
         memory=setup.memory,
         max_activations=setup.max_activations,
         synchronous=setup.synchronous_step,
+        links=setup.links,
     )
 
 

@@ -47,6 +47,7 @@ def layer_model_of(setup: RunSetup) -> ShapeInputs:
         max_activations=setup.max_activations,
         synchronous=setup.synchronous_step,
         splits_backward=setup.splits_backward,
+        links=setup.links,
     )
 
 

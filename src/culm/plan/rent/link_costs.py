@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from culm.plan.model.accelerators import find_accelerator, within_node_bandwidth, worker_bandwidth
 from culm.schedule import Costs
 
 if TYPE_CHECKING:
@@ -50,6 +51,15 @@ class NodeLinks:
             return self._within
         rings = min(stages, self.workers)
         return min(self._within, self.between_nodes * self.workers / rings)
+
+
+def links_of_instance(instance: str, accelerator: str, workers: int) -> NodeLinks:
+    """The links of an instance that runs so many workers. Raises PlanError for an unknown accelerator."""
+    return NodeLinks(
+        between_nodes=worker_bandwidth(instance, workers),
+        within_node=within_node_bandwidth(find_accelerator(accelerator)),
+        workers=workers,
+    )
 
 
 MAX_ACTIVATION_SHARE = 0.9

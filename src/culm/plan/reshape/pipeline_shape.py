@@ -23,6 +23,7 @@ from culm.plan.model.layer_partition import Cuts, find_cuts, in_flight_1f1b, par
 from culm.plan.model.model_profile import LayerCost
 from culm.plan.model.shape_prediction import near_equal_depths
 from culm.plan.recover.role_assignment import plan_merged_stages
+from culm.plan.rent.link_costs import NodeLinks
 from culm.plan.replan.planned_schedule import PLANNED
 from culm.plan.reshape.run_schedule import ScheduledStep, make_run_plan
 from culm.plan.reshape.segment_costs import activation_capacity, plan_costs, segment_costs
@@ -67,6 +68,8 @@ class ShapeInputs:
     """Whether all stages make their optimizer step together; the schedule `planned` depends on it."""
     splits_backward: bool = True
     """Whether a backward can be split into I and W."""
+    links: NodeLinks | None = None
+    """The network between the workers; None: not known."""
 
     @cached_property
     def min_depth(self) -> int:
@@ -148,6 +151,7 @@ def _plan_even(model: ShapeInputs, depths: Depths, cuts: Cuts) -> Plan:
             max_activations=model.max_activations,
             synchronous=model.synchronous,
             splits_backward=model.splits_backward,
+            links=model.links,
         ),
     )
 
@@ -181,7 +185,7 @@ def _plan_uneven(model: ShapeInputs, depths: Depths, cuts: Cuts) -> Plan:
         empty_plan,
         runners,
         default_runners,
-        plan_costs(model.layers, cuts, len(depths)),
+        plan_costs(model.layers, cuts, len(depths), model.links),
         split_backward=model.schedule in ("zb", PLANNED),
     )
 
@@ -217,7 +221,7 @@ def predict_shape_step_s(model: ShapeInputs, shape: PipelineShape, plan: Plan | 
     """Predicted seconds of a synchronous step, with the plan of the shape or with another `plan` for it."""
     cuts = tuple(first for first, _ in shape.segments[1:])
     planned = plan or Plan.from_text(shape.plan_text)
-    return time_plan(planned, plan_costs(model.layers, cuts, len(shape.depths))).makespan
+    return time_plan(planned, plan_costs(model.layers, cuts, len(shape.depths), model.links)).makespan
 
 
 def best_depths(model: ShapeInputs, nodes: int, *, spare_pipelines: int = 1) -> Depths:

@@ -8,6 +8,7 @@ from functools import cached_property
 from culm.plan.model.early_grad_send import send_gradients_early
 from culm.plan.model.layer_partition import Cuts
 from culm.plan.model.model_profile import LayerCost
+from culm.plan.rent.link_costs import NodeLinks
 from culm.plan.replan.planned_schedule import (
     MIN_AUTO_GAIN,
     PLANNED,
@@ -39,11 +40,13 @@ class ScheduledStep:
     """Whether all stages make their optimizer step together (clip_norm, skipped steps)."""
     splits_backward: bool = True
     """Whether layers can run their backward in two parts. Compiled layers cannot."""
+    links: NodeLinks | None = None
+    """The network between the workers; None: not known."""
 
     @cached_property
     def costs(self) -> Costs:
         """Costs of the segments, with the overhead of splitting a backward."""
-        costs = plan_costs(self.layers, self.cuts, self.pipelines)
+        costs = plan_costs(self.layers, self.cuts, self.pipelines, self.links)
         return replace(costs, split=split_overheads(self.layers, self.cuts))
 
     @property

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from culm.plan.model.layer_partition import Cuts, segment_layer_ranges
 from culm.plan.model.model_profile import LayerCost
 from culm.plan.model.shape_search import DEFAULT_BANDWIDTH
+from culm.plan.rent.link_costs import NodeLinks, stage_costs
 from culm.schedule import Costs, Plan
 
 
@@ -23,10 +25,14 @@ def segment_costs(layers: Sequence[LayerCost], cuts: Cuts) -> tuple[tuple[float,
     )
 
 
-def plan_costs(layers: Sequence[LayerCost], cuts: Cuts, pipelines: int, bandwidth: float = DEFAULT_BANDWIDTH) -> Costs:
-    """Costs of each segment, with the sends over its boundaries and the reduction over the pipelines."""
-    forward, inputs, weight = zip(*segment_costs(layers, cuts), strict=True)
+def plan_costs(layers: Sequence[LayerCost], cuts: Cuts, pipelines: int, links: NodeLinks | None = None) -> Costs:
+    """Costs of each segment, with the sends over its boundaries and the reduction over the pipelines, but without the
+    overhead of splitting a backward. `links`: None where they are not known: then all have DEFAULT_BANDWIDTH."""
     segments = segment_layers(layers, cuts)
+    if links is not None:
+        return replace(stage_costs([tuple(each) for each in segments], pipelines, links), split=0.0)
+    forward, inputs, weight = zip(*segment_costs(layers, cuts), strict=True)
+    bandwidth = DEFAULT_BANDWIDTH
     ring = 2 * (pipelines - 1) / pipelines / bandwidth
     return Costs(
         forward=forward,
