@@ -106,5 +106,5 @@ def test_a_wrong_place_is_refused_with_what_is_close_to_it(init: str, message: s
 
 def test_a_url_with_nothing_there_is_refused() -> None:
     described: dict[str, Any] = {"init": f"memory://{uuid.uuid4().hex}/model.safetensors"}
-    with pytest.raises(JobError, match=r"Job.init is 'memory://.*could not read .*it is not there"):
+    with pytest.raises(JobError, match=r"Job.init is 'memory://.*could not read .*it does not exist"):
         check_model(tiny_jobs.job(**described))
