@@ -293,13 +293,14 @@ class RunOptions(JoinOptions, total=False):
     dash: bool
 
 
-def merge_options(config: RunConfig | None, options: Mapping[str, Any]) -> RunConfig:
-    """`config` with fields replaced by keyword arguments. Raises UsageError for a name that RunConfig does not have."""
+def merge_options(config: RunConfig | None, options: Mapping[str, Any], *, stacklevel: int = 2) -> RunConfig:
+    """`config` with fields replaced by keyword arguments. Raises UsageError for a name that RunConfig does not have.
+    `stacklevel`: where a warning points to, as in `warnings.warn`."""
     given = dict(options)
     if "losses" in given:
         if "preemption_rate" in given:
             raise UsageError("losses and preemption_rate are both given: use preemption_rate alone")
-        warnings.warn("losses is deprecated: use preemption_rate", DeprecationWarning, stacklevel=3)
+        warnings.warn("losses is deprecated: use preemption_rate", FutureWarning, stacklevel=stacklevel)
         given["preemption_rate"] = given.pop("losses")
     if not isinstance(config, RunConfig | None):
         raise UsageError(

@@ -116,7 +116,7 @@ def _prepare(
     keep_hook: bool = False,
 ) -> tuple[RunResources, JobSource, StepHook | None]:
     """Check the arguments of `train`: what the run uses, where its processes find the job, and its on_step hook."""
-    merged = merge_options(config, options)
+    merged = merge_options(config, options, stacklevel=4)
     described = call_job_function(job) if isinstance(job, str) else job() if callable(job) else job
     if not isinstance(described, Job):
         raise UsageError(f"job is of type {type(described).__name__}: pass a culm.Job or a function that returns one")
@@ -270,7 +270,7 @@ def join(
 
     `on_line` is called with sentences about what happens; by default they are logged to the logger "culm".
     """
-    merged = merge_options(config, options)
+    merged = merge_options(config, options, stacklevel=3)
     if notice_source not in NOTICE_SOURCES:
         raise UsageError(f"--notice is {notice_source!r}: choose one of {', '.join(NOTICE_SOURCES)}")
     shared = find_shared_run(merged)

@@ -98,17 +98,17 @@ def _run_with_forked_workers(
 
 def _fork_worker(worker_main: WorkerMain) -> tuple[int, Connection]:
     """Fork a worker that waits for the address of its agent. Returns its process id and the pipe for the address."""
-    ours, theirs = Pipe()
+    parent_end, child_end = Pipe()
     agent = os.getpid()
 
     def child() -> None:
-        ours.close()
+        parent_end.close()
         set_parent_death_signal(agent)
-        _wait_for_address(theirs, worker_main)
+        _wait_for_address(child_end, worker_main)
 
     process = fork(child)
-    theirs.close()
-    return process, ours
+    child_end.close()
+    return process, parent_end
 
 
 def _wait_for_address(pipe: Connection, worker_main: WorkerMain) -> None:

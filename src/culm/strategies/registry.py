@@ -129,9 +129,13 @@ def _import_strategy(reference: str) -> Strategy:
     try:
         module = importlib.import_module(module_name)
     except USER_EXCEPTIONS as error:
+        module = module_name.removesuffix(".py").replace("/", ".")
+        fix = "run in its folder, or add that to PYTHONPATH"
+        if module != module_name:
+            fix = f"name the module instead of its file, as in {module.rpartition('.')[2]}:{attribute}, and {fix}"
         raise UsageError(
             f"--strategy {reference!r}: module {module_name!r} cannot be imported ({type(error).__name__}"
-            f"{message_suffix(error)}): run in its folder, or add that to PYTHONPATH"
+            f"{message_suffix(error)}): {fix}"
         ) from error
     found = getattr(module, attribute, None)
     if found is None:
@@ -144,7 +148,7 @@ def _import_strategy(reference: str) -> Strategy:
     if isinstance(found, Strategy):
         return _named(found, reference)
     raise UsageError(
-        f"--strategy {reference!r} is a {type(found).__name__}, not a strategy: "
+        f"--strategy {reference!r} is of type {type(found).__name__}: "
         "use a subclass of culm.strategies.Strategy"
     )
 

@@ -493,7 +493,8 @@ def test_an_exception_in_the_leader_ends_the_run_with_its_traceback(monkeypatch:
 
     monkeypatch.setattr(EventHandlers, "_handle_ready", fault)
     error = hurt(job(), stages=2)
-    assert str(error) == "the leader failed: ZeroDivisionError: our fault"
+    assert str(error).startswith("the leader failed: ZeroDivisionError: our fault (in fault, ")
+    assert "test_run_lifecycle.py:" in str(error)
     assert "in fault" in error.trace
 
 

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import gc
 import hashlib
-import traceback
 from collections import deque
 from collections.abc import Coroutine, Iterator, Mapping
 from dataclasses import replace
@@ -40,7 +39,7 @@ from culm.cluster.leader.output.store_writer import StoreWriter
 from culm.cluster.leader.plan_improver import search_plan
 from culm.cluster.run_setup import RunResult, encode
 from culm.cluster.store.store import SessionLost
-from culm.errors import BudgetReached, CulmError, RunError
+from culm.errors import BudgetReached, CulmError, RunError, unexpected_failure
 from culm.market.cost_record import CostRecord, cost_fields
 from culm.metric import declared_metrics
 from culm.observe.event_hooks import EventHookReport, has_event_hook
@@ -187,7 +186,7 @@ class Leader:
         except SessionLost:
             raise
         except Exception as reason:
-            error = reason if isinstance(reason, CulmError) else _unexpected_error(reason)
+            error = reason if isinstance(reason, CulmError) else unexpected_failure("the leader", reason)
         self.log_event("failed", error=type(error).__name__, message=str(error))
         await self._write_final_cost()
         await self._finish_event_hooks()
@@ -239,7 +238,13 @@ class Leader:
         return None
 
     async def _plan_in_background(self, call: Call) -> None:
-        self.inbox.put_nowait(await self._complete_call(call))
+        """Plan a recovery while the leader handles other events. An exception ends the run: no event would follow."""
+        try:
+            completed = await self._complete_call(call)
+        except Exception as error:  # of a strategy of the user, for example
+            failure = unexpected_failure("planning the recovery", error)
+            completed = Completed(call.number, error=ErrorRaised.from_error(failure))
+        self.inbox.put_nowait(completed)
 
     async def _complete_call(self, call: Call) -> Completed:
         """Execute a call. An expected error becomes part of the result; others raise."""
@@ -565,6 +570,8 @@ class Leader:
     def _log_writer_failures(self) -> None:
         for failure in self._writers.take_failures():
             self.log_event("writer_failed", writer=failure.writer, why=failure.why)
+            sentence = f"the writer {failure.writer} failed ({failure.why}) and gets no more steps; the run goes on"
+            self._store_writer.enqueue("incident", sentence.encode(), keep_every_value=True)
 
     def _log_event_hook(self, report: EventHookReport) -> None:
         """Log a hook for events that has failed, or that takes long. The run does not depend on it."""
@@ -792,10 +799,3 @@ def paused_collection() -> Iterator[None]:
 
 def _to_event(item: LeaderInput) -> LeaderEvent:
     return ErrorRaised.from_error(item) if isinstance(item, CulmError) else item
-
-
-def _unexpected_error(reason: Exception) -> RunError:
-    """An unexpected exception of the leader as the error that ends the run."""
-    error = RunError(f"the leader failed: {type(reason).__name__}: {reason}")
-    error.trace = "".join(traceback.format_exception(reason))
-    return error

@@ -8,7 +8,6 @@ so that another node can take over.
 from __future__ import annotations
 
 import math
-import traceback
 from collections import deque
 from collections.abc import Generator, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -57,7 +56,7 @@ from culm.cluster.leader.stored_snapshot import EncodedSnapshot
 from culm.cluster.leader.timed_steps import TimedSteps
 from culm.cluster.run_setup import decode_node_record, encode
 from culm.cluster.timeouts import derive_timeouts
-from culm.errors import CulmError, NodeLost, RunError
+from culm.errors import CulmError, NodeLost, RunError, unexpected_failure
 from culm.metric import Metric, Reduction, declared_metrics
 from culm.monitor import EarlyStop, EvaluationInterval, Monitor, to_monitor
 from culm.observe.ledger import Ledger
@@ -226,8 +225,7 @@ class LeaderState:
         except CulmError as error:
             self._end(ErrorRaised.from_error(error))
         except Exception as error:
-            trace = "".join(traceback.format_exception(error))
-            self._end(ErrorRaised(RunError.__name__, f"the leader failed: {type(error).__name__}: {error}", trace))
+            self._end(ErrorRaised.from_error(unexpected_failure("the leader", error)))
         instructions, self._instructions = self._instructions, []
         return instructions
 

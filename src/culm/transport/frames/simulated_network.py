@@ -32,7 +32,7 @@ class Delivery(NamedTuple):
 
     source: Address
     target: Address
-    kind: Literal["frame", "letter", "sum", "loss"]
+    kind: Literal["frame", "message", "sum", "loss"]
     size: int = 0
     """Bytes."""
 
@@ -248,7 +248,7 @@ class SimulatedTransport:
         peer = self._connect(to)
         if peer is not None:
             message = ControlMessage(self.address, body)
-            self.network.deliver(Delivery(self.address, to, "letter", len(body)), peer.messages.put_nowait, message)
+            self.network.deliver(Delivery(self.address, to, "message", len(body)), peer.messages.put_nowait, message)
 
     def _connect(self, to: Address) -> SimulatedTransport | None:
         """The peer endpoint, over a new connection if the last one broke; None if either endpoint was removed."""
