@@ -129,10 +129,9 @@ def _import_strategy(reference: str) -> Strategy:
     try:
         module = importlib.import_module(module_name)
     except USER_EXCEPTIONS as error:
-        module = module_name.removesuffix(".py").replace("/", ".")
         fix = "run in its folder, or add that to PYTHONPATH"
-        if module != module_name:
-            fix = f"name the module instead of its file, as in {module.rpartition('.')[2]}:{attribute}, and {fix}"
+        if module_name.endswith(".py"):
+            fix = f"name the module instead of its file, as in {Path(module_name).stem}:{attribute}, and {fix}"
         raise UsageError(
             f"--strategy {reference!r}: module {module_name!r} cannot be imported ({type(error).__name__}"
             f"{message_suffix(error)}): {fix}"
