@@ -101,15 +101,15 @@ class EpochClosed(CulmError):
 
 
 def unexpected_failure(subject: str, error: Exception) -> RunError:
-    """The error that ends a run for an exception that was not raised on purpose, as in a method of a user's strategy."""
+    """The error that ends a run for an exception that nobody raised on purpose, as in a method of a user's strategy."""
     failure = RunError(f"{subject} failed: {describe_exception(error)}")
     failure.trace = "".join(traceback.format_exception(error))
     return failure
 
 
 def describe_exception(error: BaseException) -> str:
-    """Class and message of an exception, and the innermost line outside of culm and the standard library, or of any code
-    if there is none."""
+    """Class and message of an exception, and the innermost line outside of culm and the standard library or, without
+    one, of any code."""
     frames = traceback.extract_tb(error.__traceback__)
     outside = [frame for frame in frames if not frame.filename.startswith(_LIBRARY_FOLDERS)]
     place = "".join(f" (in {frame.name}, {frame.filename}:{frame.lineno})" for frame in (outside or frames)[-1:])

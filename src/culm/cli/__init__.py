@@ -135,7 +135,7 @@ class _RootGroup(TyperGroup):
         super().__init__(**settings)
         self.commands = _LazyCommands()
 
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
+    def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
         width = max(map(len, _ENTRIES))
         for title, section in _SECTIONS.items():
             with formatter.section(title):

@@ -33,9 +33,7 @@ def report_errors(*, debug: bool = False) -> Iterator[None]:
         raise
     except Exception as error:
         hint = "" if debug else "; --debug shows the traceback"
-        print_error(
-            f"unexpected {describe_exception(error)}{hint}", _format_traceback(error) if debug else ""
-        )
+        print_error(f"unexpected {describe_exception(error)}{hint}", _format_traceback(error) if debug else "")
         raise typer.Exit(1) from None
 
 

@@ -114,7 +114,8 @@ def resolve_strategy(request: RunConfig, inputs: StrategyInputs) -> ResolvedStra
     except CulmError:
         raise
     except Exception as error:
-        raise UsageError(f"--strategy {request.strategy} raised {describe_exception(error)}: fix that method") from error
+        raised = describe_exception(error)
+        raise UsageError(f"--strategy {request.strategy} raised {raised}: fix that method") from error
 
 
 def _resolve(request: RunConfig, requested: Strategy, inputs: StrategyInputs) -> ResolvedStrategy:

@@ -147,8 +147,7 @@ def _import_strategy(reference: str) -> Strategy:
     if isinstance(found, Strategy):
         return _named(found, reference)
     raise UsageError(
-        f"--strategy {reference!r} is of type {type(found).__name__}: "
-        "use a subclass of culm.strategies.Strategy"
+        f"--strategy {reference!r} is of type {type(found).__name__}: use a subclass of culm.strategies.Strategy"
     )
 
 

@@ -173,7 +173,7 @@ class FrameFlip(LinkFault):
 
 @dataclass(frozen=True, kw_only=True)
 class MessageDelay(LinkFault):
-    """The nth frame or control message of a link is delayed, and with it everything after it; `nth` None: all of them."""
+    """The nth frame or control message of a link is delayed, with everything after it; `nth` None: all of them."""
 
     call_name: ClassVar[str] = "delay_message"
     seconds: float

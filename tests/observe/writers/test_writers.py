@@ -111,9 +111,8 @@ def test_the_terminals_of_the_run_are_told_of_a_writer_that_failed(monkeypatch: 
 
     monkeypatch.setattr(StoreWriter, "enqueue", observe)
     simulate(job(), stages=2, strategy="none", writers=(f"{OWN}:BrokenWriter",))
-    assert sentences == [
-        f"the writer {OWN}:BrokenWriter failed (OSError: no route to the server) and gets no more steps; the run goes on"
-    ]
+    reason = "failed (OSError: no route to the server) and gets no more steps; the run goes on"
+    assert sentences == [f"the writer {OWN}:BrokenWriter {reason}"]
 
 
 def test_after_an_error_a_writer_is_called_no_more(calls: list[tuple[str, Any]]) -> None:
