@@ -156,6 +156,7 @@ def prepare_run(
         splits_backward=not job.compile,
         synchronous_step=_has_synchronous_step(job),
         costs=segment_costs(profile.layers, cuts),
+        profile_is_measured=profile is not model_info.profile,
         activations=activation_capacity(config.memory, profile.layers, cuts, plan)
         if resolved.strategy.survives_losses
         else None,

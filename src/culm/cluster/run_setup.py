@@ -80,6 +80,7 @@ class RunSetup(msgspec.Struct, frozen=True):
     """Work of the solver that improves a planned schedule while the run goes on, in seconds; 0: it is not improved."""
     costs: tuple[tuple[float, float, float], ...] = ()
     """Seconds of F, I and W by segment, measured or estimated; recovery plans with them."""
+    profile_is_measured: bool = False
     activations: int | None = None
     """The number of activations that fit into a worker's memory; None: no limit."""
     layer_inputs: tuple[tuple[LayerInput, ...], ...] = ()

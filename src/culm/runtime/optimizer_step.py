@@ -3,7 +3,8 @@
 Most jobs need nothing from other workers here: each worker divides by the number of micro-batches and steps. A worker
 has to wait for others in three cases only: the loss returns weights (their sum is known where the loss is computed),
 the job clips or skips (norms of all layers), or it ties parameters (sums of the other layers of the group). For each
-segment its first runner sends these values to all workers that need them.
+segment its first runner sends these values to all workers that need them; with many pipelines, norms travel over one
+worker of each pipeline (norm_routes).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from culm.runtime.compute.weight_update import (
     layer_norms,
     scale_gradients,
 )
+from culm.runtime.norm_routes import next_receivers
 from culm.runtime.worker_state import StepOutcome
 
 if TYPE_CHECKING:
@@ -189,9 +191,18 @@ class OptimizerStep:
         self._send_norms(step, receivers)
 
     def _send_norms(self, step: int, receivers: Collection[int]) -> None:
-        for g, norms in self._state.open_step(step).grad_norms.items():
+        """Send the norms of the segments that this worker is the first runner of."""
+        for g in self._state.open_step(step).grad_norms:
             if self._is_sender(step, g):
-                self._send(step, f"norms {g}", [norms], receivers)
+                self._send_or_forward(step, g, receivers)
+
+    def _send_or_forward(self, step: int, g: int, receivers: Collection[int]) -> None:
+        """Send the norms of a segment to the workers that get them from this one. In a recovered step the first runner
+        sends them to all: others may have ended the step."""
+        runners, norms = self._context.runner_slots(step, g), self._state.open_step(step).grad_norms[g]
+        is_recovered = step in self._epoch.recovery.steps
+        slots = receivers if is_recovered else next_receivers(self._slot, runners, receivers, self._plan.stages)
+        self._send(step, f"norms {g}", [norms], slots)
 
     async def _global_norm(
         self, step: int, replicas: Sequence[StageReplica], receivers: Collection[int]
@@ -203,9 +214,12 @@ class OptimizerStep:
         for g, parts in self._own_norms(step, replicas).items():
             norms[g] = torch.cat(parts)
         self._send_norms(step, receivers)
-        for g in range(self._plan.segments):
+        own = [g for g in range(self._plan.segments) if self._slot in self._context.runner_slots(step, g)]
+        for g in dict.fromkeys((*own, *range(self._plan.segments))):  # its own first: others wait for them
             if g not in norms:
                 (norms[g],) = await self._receive(step, f"norms {g}")
+                if g in own and step not in self._epoch.recovery.steps:
+                    self._send_or_forward(step, g, receivers)
         norm, factor = clip_factor(self._job, [norms[g] for g in range(self._plan.segments)])
         return norm, factor
 

@@ -14,6 +14,7 @@ from culm.plan.replan.slow_nodes import (
     WINDOW_STEPS,
     PaceHistory,
     SlowCase,
+    UsualPaces,
     decide_slow_nodes,
     share_micro_batches,
     slow_factors,
@@ -108,3 +109,55 @@ def test_a_slow_node_is_replaced_where_another_one_waits(standby: bool, verdict:
     decision = decide_slow_nodes(case({3: 2.0}, standby=standby))
     assert decision.verdict == verdict
     assert decision.replaced_slots == ((3,) if standby else ())
+
+
+RUNS = {slot: (slot, (slot,)) for slot in range(4)}
+"""One pipeline of four stages, a worker each."""
+
+
+def alone(usual: UsualPaces, *paces: float, runs: Mapping[int, tuple[int, tuple[int, ...]]] = RUNS) -> dict[int, float]:
+    return usual.slow_factors(dict(enumerate(paces)), 4, 1.5, runs)
+
+
+def test_a_worker_without_peers_is_slow_when_its_pace_grows() -> None:
+    usual = UsualPaces()
+    assert alone(usual, 1.0, 9.0, 1.0, 2.0) == {}, "the estimated profile may be wrong about a stage"
+    assert alone(usual, 1.0, 9.0, 2.0, 2.0) == {2: 2.0}
+    assert alone(usual, 1.0, 9.0, 1.0, 2.0) == {}
+
+
+def test_a_job_that_becomes_slower_as_a_whole_slows_no_node() -> None:
+    usual = UsualPaces()
+    alone(usual, 1.0, 1.0, 1.0, 1.0)
+    assert alone(usual, 3.0, 3.0, 3.0, 3.0) == {}
+
+
+def test_a_worker_is_not_slow_because_another_one_was_slow_before() -> None:
+    usual = UsualPaces()
+    runs = {0: (0, (0,)), 1: (1, (1,))}
+    for paces in ({0: 1.0, 1: 4.0}, {0: 1.0, 1: 1.0}):
+        assert usual.slow_factors(paces, 2, 1.5, runs) == {}
+
+
+def test_a_measured_profile_finds_a_worker_that_was_slow_from_the_start() -> None:
+    usual, paces = UsualPaces(), {0: 1.0, 1: 1.0, 2: 2.0, 3: 1.0}
+    assert usual.slow_factors(paces, 4, 1.5, RUNS, is_measured=True) == {2: 2.0}
+    replaced = RUNS | {2: (9, (2,))}
+    assert usual.slow_factors(paces, 4, 1.5, replaced, is_measured=True) == {}, "the profile is wrong about the stage"
+
+
+def test_workers_with_peers_are_compared_with_them_only() -> None:
+    usual, runs = UsualPaces(), {slot: (slot, (slot % 2,)) for slot in range(4)}
+    usual.slow_factors(dict.fromkeys(range(4), 1.0), 2, 1.5, runs)
+    assert usual.slow_factors({0: 1.0, 1: 1.0, 2: 3.0, 3: 1.0}, 2, 1.5, runs) == {}
+
+
+def test_a_slow_worker_whose_work_no_other_can_do_is_reported_once() -> None:
+    one = {"runners": {0: (0, 2, 4, 6), 1: (3,)}}
+    found = decide_slow_nodes(case({3: 2.0}, **one))
+    assert (found.verdict, found.factors, found.reported_slots) == ("report", {3: 2.0}, (3,))
+    assert "no other node runs their stages" in found.why
+    assert decide_slow_nodes(case({3: 2.1}, {3: 2.0}, **one)).verdict == "keep"
+    over = decide_slow_nodes(case({}, {3: 2.0}, **one))
+    assert (over.verdict, over.factors, over.reported_slots) == ("report", {}, ())
+    assert decide_slow_nodes(case({3: 2.0}, {3: 2.0}, standby=True, **one)).verdict == "replace"

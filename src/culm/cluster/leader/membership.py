@@ -347,14 +347,16 @@ class Membership:
             if (member := members[slot]) is not None:
                 state.log_event("slow_node_replaced", node=member.node, why=decision.why)
                 state.members.leave_deadlines[member.node] = state.now + REPLACE_WITHIN_S
-        if decision.verdict == "share":
-            for slot, factor in decision.factors.items():
-                if (member := members[slot]) is not None:
-                    fields = state.members.event_fields(member.worker)
-                    state.log_event("slow_node", **fields, slot=slot, factor=round(factor, 2), why=decision.why)
-            if not decision.factors:
-                state.log_event("slow_nodes_over", why=decision.why)
-        self.epoch_change.start_halt()
+        slow = decision.factors if decision.verdict == "share" else decision.reported_slots
+        for slot in slow:
+            if (member := members[slot]) is not None:
+                kind = "slow_node" if decision.verdict == "share" else "slow_node_stays"
+                fields = {**state.members.event_fields(member.worker), "factor": round(decision.factors[slot], 2)}
+                state.log_event(kind, **fields, slot=slot, why=decision.why)
+        if not slow and decision.verdict != "replace":
+            state.log_event("slow_nodes_over", why=decision.why)
+        if decision.verdict != "report":
+            self.epoch_change.start_halt()
 
     def handle_caught_up(self, message: messages.ShadowCaughtUp) -> None:
         """A new shadow replica is complete: its stage has two holders again."""

@@ -11,6 +11,7 @@ from culm.plan.replan.slow_nodes import (
     PaceHistory,
     SlowCase,
     SlowDecision,
+    UsualPaces,
     decide_slow_nodes,
     slow_factors,
 )
@@ -37,7 +38,7 @@ class SlowNodeController:
         """By worker: the factor that the current plan takes into account."""
         self.reason = ""
         """Why the next epoch has another plan; empty: it has another cause."""
-        self._history = PaceHistory()
+        self._history, self._usual = PaceHistory(), UsualPaces()
         self._epoch = 0
         self._next_check = 0
         self._wait_windows = 1
@@ -94,7 +95,7 @@ class SlowNodeController:
         if not self._is_on or epoch is None or epoch.number != self._epoch or state.ledger.next_step < self._next_check:
             return None
         self._next_check += WINDOW_STEPS
-        if epoch.leaving_slots or state.end_step is not None or state.setup.pipelines == 1:
+        if epoch.leaving_slots or state.end_step is not None:
             return None
         case = self._case(epoch)
         decision = None if case is None else decide_slow_nodes(case)
@@ -102,8 +103,9 @@ class SlowNodeController:
             return None
         workers = {slot: worker for worker, slot in self._slots.items()}
         self.active = {workers[slot]: factor for slot, factor in decision.factors.items() if slot in workers}
-        self._wait_windows = min(MAX_WAIT_WINDOWS, 2 * self._wait_windows)
-        self.reason = decision.why
+        if decision.verdict != "report":
+            self._wait_windows = min(MAX_WAIT_WINDOWS, 2 * self._wait_windows)
+            self.reason = decision.why
         return decision
 
     def _case(self, epoch: Epoch) -> SlowCase | None:
@@ -114,7 +116,11 @@ class SlowNodeController:
         current = Plan.from_text(epoch.plan)
         nodes = {slot: member.node for slot, member in enumerate(epoch.members) if member is not None}
         active = self.factors_by_slot(self._slots)
-        factors = slow_factors(self._history.medians(), full.stages, state.setup.slow_factor, active, nodes)
+        paces, threshold = self._history.medians(), state.setup.slow_factor
+        factors = slow_factors(paces, full.stages, threshold, active, nodes)
+        runs = {slot: (worker, current.segments_of(slot)) for worker, slot in self._slots.items()}
+        is_measured = state.setup.profile_is_measured
+        factors |= self._usual.slow_factors(paces, full.stages, threshold, runs, active, nodes, is_measured=is_measured)
         runners = {stage: current.holders_of(stage) for stage in range(full.stages)}
         homes = {
             (g, micro): d * full.stages + g % full.stages

@@ -2,7 +2,8 @@
 
 A worker's pace is the time that it computes in a step, divided by what the profile gives for the same actions: it does
 not depend on how many micro-batches it runs. It is compared with the paces of the other workers of the stage, which do
-the same work. Medians over several steps make a hiccup irrelevant.
+the same work. A worker without such peers is compared with the workers of other stages, and with its own pace before
+(UsualPaces). Medians over several steps make a hiccup irrelevant.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ PAYBACK = 2.0
 _SAME_FACTOR = 1.25
 """A factor that has changed by less does not lead to another plan."""
 MAX_WAIT_WINDOWS = 64
-SlowVerdict: TypeAlias = Literal["keep", "share", "replace"]
+Segments: TypeAlias = tuple[int, ...]
+SlowVerdict: TypeAlias = Literal["keep", "share", "replace", "report"]
+"""What to do: nothing, move micro-batches, replace a node, or only record that a node is slow."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ class SlowDecision:
     """By slot: how many times as long as its peers the worker takes; slots that are not slow are not listed."""
     why: str = ""
     replaced_slots: tuple[int, ...] = ()
+    reported_slots: tuple[int, ...] = ()
+    """Those that were found to be slow and stay as they are."""
 
 
 @dataclass
@@ -75,16 +80,73 @@ def slow_factors(
     nodes = nodes or {}
     found: dict[int, float] = {}
     for slot, pace in paces.items():
-        peers = [
-            other
-            for at, other in paces.items()
-            if at != slot and at % stages == slot % stages and nodes.get(at, at) != nodes.get(slot, slot)
-        ]
-        limit = 1 + (threshold - 1) / 2 if slot in slow_before else threshold
+        peers = [paces[at] for at in _others(slot, paces, nodes) if at % stages == slot % stages]
         usual = statistics.median_low(peers) if peers else math.inf
-        if pace >= limit * usual:
+        if pace >= _slow_limit(slot, threshold, slow_before) * usual:
             found[slot] = pace / usual
     return found
+
+
+def _others(slot: int, paces: Mapping[int, float], nodes: Mapping[int, int]) -> list[int]:
+    """The slots on other nodes whose paces are known."""
+    return [at for at in paces if at != slot and nodes.get(at, at) != nodes.get(slot, slot)]
+
+
+def _slow_limit(slot: int, threshold: float, slow_before: Collection[int]) -> float:
+    return 1 + (threshold - 1) / 2 if slot in slow_before else threshold
+
+
+class UsualPaces:
+    """The lowest paces of workers so far: with them, a worker that has no peers is found when it becomes slow.
+
+    It is slow if its pace has grown by the threshold, both by itself and relative to the workers of other stages: a job
+    that becomes slower as a whole slows no node, nor does a worker get slow because another one was slow before.
+    A measured profile tells in addition how the paces of stages should compare: then a worker is found that was slow
+    from the start. If another worker has run the same segments, its pace counts instead of the profile, which may be
+    wrong about them: a node that replaces a slow one is not replaced for the same reason.
+    """
+
+    def __init__(self) -> None:
+        self._own: dict[tuple[Segments, int], float] = {}
+        self._relative: dict[Segments, dict[int, float]] = {}
+        """By segments and worker."""
+
+    def slow_factors(
+        self,
+        paces: Mapping[int, float],
+        stages: int,
+        threshold: float,
+        runs: Mapping[int, tuple[int, Segments]],
+        slow_before: Collection[int] = (),
+        nodes: Mapping[int, int] | None = None,
+        *,
+        is_measured: bool = False,
+    ) -> dict[int, float]:
+        """By slot of a slow worker without peers: how many times as long as usual it takes. Records the paces.
+
+        `runs`, by slot: the worker and the segments that it runs. `is_measured`: whether the profile was measured.
+        """
+        nodes = nodes or {}
+        found: dict[int, float] = {}
+        for slot, pace in paces.items():
+            others = _others(slot, paces, nodes)
+            if not others or slot not in runs:
+                continue
+            worker, segments = runs[slot]
+            relative, workers = pace / statistics.median_low(paces[at] for at in others), self._relative_of(segments)
+            own = self._own[segments, worker] = min(pace, self._own.get((segments, worker), math.inf))
+            before = min((least for each, least in workers.items() if each != worker), default=1.0)
+            workers[worker] = min(relative, workers.get(worker, math.inf))
+            if any(at % stages == slot % stages for at in others):
+                continue
+            growth = min(pace / own, relative / workers[worker])
+            factor = max(growth, relative / before) if is_measured else growth
+            if factor >= _slow_limit(slot, threshold, slow_before):
+                found[slot] = factor
+        return found
+
+    def _relative_of(self, segments: Segments) -> dict[int, float]:
+        return self._relative.setdefault(segments, {})
 
 
 def share_micro_batches(
@@ -169,17 +231,38 @@ def decide_slow_nodes(case: SlowCase) -> SlowDecision:
 
     if case.standby and case.factors and saving_s(usual) - change_s > max(0.0, saving_s(shared)):
         slowest = max(case.factors, key=lambda slot: (case.factors[slot], -slot))
-        why = f"it takes {case.factors[slowest]:.1f} times as long as its peers, and another node waits for a slot"
+        usual_work = "its peers" if len(case.runners[slowest % case.plan.stages]) > 1 else "usual"
+        why = f"it takes {case.factors[slowest]:.1f} times as long as {usual_work}, and another node waits for a slot"
         return SlowDecision("replace", case.active, why, (slowest,))
-    if _same_factors(case.factors, case.active) or saving_s(shared) < change_s:
+    if _same_factors(case.factors, case.active):
         return keep
+    if saving_s(shared) < change_s:
+        return _report(case)
     if not case.factors:
         return SlowDecision("share", {}, "no node is slow any more: each runs its own micro-batches again")
-    names = ", ".join(f"slot {slot} takes {factor:.1f} times as long" for slot, factor in sorted(case.factors.items()))
     why = (
-        f"{names} as its peers: they run a part of its micro-batches, which makes steps {1 - shared / now:.0%} shorter"
+        f"{_factor_text(case.factors)} as its peers: they run a part of its micro-batches, which makes steps "
+        f"{1 - shared / now:.0%} shorter"
     )
     return SlowDecision("share", dict(case.factors), why)
+
+
+def _report(case: SlowCase) -> SlowDecision:
+    """Record slow workers whose work no other worker can do, if they have changed. Nothing else is done."""
+
+    def alone(factors: Mapping[int, float]) -> dict[int, float]:
+        return {slot: each for slot, each in factors.items() if len(case.runners[slot % case.plan.stages]) == 1}
+
+    before, now = alone(case.active), alone(case.factors)
+    if _same_factors(before, now):
+        return SlowDecision("keep", case.active)
+    shared = {slot: factor for slot, factor in case.active.items() if slot not in before}
+    why = f"{_factor_text(now)} as usual; no other node runs their stages, and none waits for a slot"
+    return SlowDecision("report", shared | now, why if now else "no node is slow any more", reported_slots=tuple(now))
+
+
+def _factor_text(factors: Mapping[int, float]) -> str:
+    return ", ".join(f"slot {slot} takes {factor:.1f} times as long" for slot, factor in sorted(factors.items()))
 
 
 def _same_factors(one: Mapping[int, float], other: Mapping[int, float]) -> bool:

@@ -89,6 +89,33 @@ def test_a_slow_node_is_replaced_by_one_that_waits(tmp_path: Path) -> None:
     assert run.weights_sha256 == usual.weights_sha256
 
 
+ONE_PIPELINE: dict[str, Any] = {"pipelines": 1, "stages": 4, "strategy": "shadow", "steps": 40, "micro_batches": 8}
+
+
+def test_in_one_pipeline_a_slow_node_is_reported_and_keeps_its_work(tmp_path: Path) -> None:
+    usual, _, quiet = train(tmp_path / "usual", Faults(), **ONE_PIPELINE)
+    assert [event for event in quiet if event["kind"].startswith("slow")] == []
+    faults = Faults().slow_node(2, factor=2.0, step=10, seconds=700.0)
+    run, _, events = train(tmp_path / "slow", faults, **ONE_PIPELINE)
+    assert [event["kind"] for event in events if event["kind"].startswith("slow")] == [
+        "slow_node_stays",
+        "slow_nodes_over",
+    ]
+    (found,) = [event for event in events if event["kind"] == "slow_node_stays"]
+    assert (found["node"], found["factor"]) == (2, 2.0)
+    assert max(event.get("number", 1) for event in events if event["kind"] == "epoch") == 1
+    assert run.weights_sha256 == usual.weights_sha256
+
+
+def test_in_one_pipeline_a_slow_node_is_replaced_by_one_that_waits(tmp_path: Path) -> None:
+    usual, usual_s, _ = train(tmp_path / "usual", Faults(), **ONE_PIPELINE)
+    slow = Faults().slow_node(2, factor=2.0, step=10).join(0, at="0F0", step=12)
+    run, last_s, events = train(tmp_path / "slow", slow, **ONE_PIPELINE)
+    assert [event["node"] for event in events if event["kind"] == "slow_node_replaced"] == [2]
+    assert last_s < 1.2 * usual_s
+    assert run.weights_sha256 == usual.weights_sha256
+
+
 def test_a_loss_while_a_node_is_slow_is_recovered(tmp_path: Path) -> None:
     usual, _, _ = train(tmp_path / "usual", Faults())
     run, _, _ = train(tmp_path / "slow", SLOW.kill(5, at="1F20", step=15))
