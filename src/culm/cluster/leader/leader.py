@@ -147,7 +147,8 @@ class Leader:
         """The announcement in the store; of an earlier epoch if a leader was lost before it could announce one."""
         self._next_events: deque[LeaderEvent] = deque()
         """Events to handle before those of the inbox."""
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: dict[asyncio.Task[None], None] = {}
+        """Tasks that have not ended, in the order in which they were started."""
         self._input_log = self._create_input_log()
         self._log_write: asyncio.Task[None] | None = None
         self._cost_record: CostRecord | None = None
@@ -471,9 +472,18 @@ class Leader:
         except RunError as error:
             self.inbox.put_nowait(error)
 
-    def _start_task(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def _start_task(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run a coroutine beside the others. An unexpected exception ends the run: nobody waits for the task."""
         task = asyncio.create_task(coroutine)
-        self._tasks.append(task)
+        self._tasks[task] = None
+        task.add_done_callback(self._handle_task_end)
+        return task
+
+    def _handle_task_end(self, task: asyncio.Task[None]) -> None:
+        del self._tasks[task]
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, CulmError):  # a store that is lost is reported by its watch
+            self.inbox.put_nowait(_unexpected_error(error))
 
     # The input log.
 
@@ -495,8 +505,7 @@ class Leader:
         if log.is_full:
             self.log_event("input_log_full", why="later events cannot be replayed")
         if self._log_write is None or self._log_write.done():
-            self._log_write = asyncio.create_task(self._write_input_log(log, _LOG_DELAY_S))
-            self._tasks.append(self._log_write)
+            self._log_write = self._start_task(self._write_input_log(log, _LOG_DELAY_S))
 
     async def _write_input_log(self, log: InputLogWriter, delay_s: float = 0.0) -> None:
         """Write recorded events in a thread. If that fails, nothing more is recorded: the run does not need it."""
@@ -616,8 +625,7 @@ class Leader:
         """Write cost.json in the background. A write that fails is repeated with the next change."""
         self._cost_record = record
         if self._cost_write is None or self._cost_write.done():
-            self._cost_write = asyncio.create_task(self._write_newest_cost())
-            self._tasks.append(self._cost_write)
+            self._cost_write = self._start_task(self._write_newest_cost())
 
     async def _write_newest_cost(self) -> None:
         written: CostRecord | None = None
@@ -794,7 +802,7 @@ def _to_event(item: LeaderInput) -> LeaderEvent:
     return ErrorRaised.from_error(item) if isinstance(item, CulmError) else item
 
 
-def _unexpected_error(reason: Exception) -> RunError:
+def _unexpected_error(reason: BaseException) -> RunError:
     """An unexpected exception of the leader as the error that ends the run."""
     error = RunError(f"the leader failed: {type(reason).__name__}: {reason}")
     error.trace = "".join(traceback.format_exception(reason))
