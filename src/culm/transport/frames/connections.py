@@ -73,6 +73,11 @@ class OutboundConnection:
         """Whether the connection is broken and a new attempt is due."""
         return self._broken and (not self._is_redial or time.monotonic() - self._broke_at > _REDIAL_INTERVAL_S)
 
+    @property
+    def broken_s(self) -> float:
+        """How long ago the connection broke; 0: it did not."""
+        return time.monotonic() - self._broke_at if self._broken else 0.0
+
     def dial(
         self, secret: bytes, own_address: Address, policy: EncryptionPolicy, unacknowledged_s: float = HANDSHAKE_S
     ) -> None:
