@@ -47,6 +47,9 @@ _MAX_MMAP_THRESHOLD = 32 << 20
 def run_node(job: Job, command: StartNode, process_table: ProcessTable) -> None:
     """Run the agent process of a node to its end. SIGTERM is blocked until the agent waits for it as a notice. It stays
     blocked in the workers, which run until their agent ends them."""
+    # Objects imported before the fork are never freed: collecting them, here and in the workers, would only copy their
+    # pages.
+    gc.freeze()
     clock = RealClock(KillInjector(command.kills, process_table))
     hooks = HookProcess(job) if command.runs_hooks else None
     set_process_title("agent", command.store.job, command.node)
@@ -193,12 +196,12 @@ def _run_worker(job: Job, order: StartNode, index: int, address: str, clock: Rea
         transport = _transport(order, look_out=_busy_wait_s(order.workers_on_host))
         try:
             K = order.workers_per_node
-            await Worker(job, order.node * K + index, address, transport, clock, workers_per_node=K).run()
+            number = order.node * K + index
+            worker = Worker(job, number, address, transport, clock, workers_per_node=K, free_memory=gc.collect)
+            await worker.run()
         finally:
             await transport.close()
 
-    # Objects imported before the fork are never freed: collecting them would only copy their pages.
-    gc.freeze()
     try:
         asyncio.run(main())
     except DeviceFailed as error:
