@@ -100,7 +100,7 @@ class EpochClosed(CulmError):
     """The epoch ended while a frame was awaited. Raised only inside the runtime, which enters the next epoch."""
 
 
-def unexpected_failure(subject: str, error: Exception) -> RunError:
+def unexpected_failure(subject: str, error: BaseException) -> RunError:
     """The error that ends a run for an exception that nobody raised on purpose, as in a method of a user's strategy."""
     failure = RunError(f"{subject} failed: {describe_exception(error)}")
     failure.trace = "".join(traceback.format_exception(error))

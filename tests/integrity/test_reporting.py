@@ -45,6 +45,7 @@ def test_a_killed_agent_that_still_listens_is_probed_until_it_does_not(probes: i
         prober.add_node("nodes/3", encode(NodeRecord(3, "agent:3", ("worker:3",), "print", None, 0, "")))
         prober.handle_broken_connection("worker:3")
         await asyncio.sleep(9.0)
+        assert not prober._nodes, "a node that is gone is forgotten"
         await prober.close()
 
     run_virtual(main())

@@ -9,7 +9,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from multiprocessing import Pipe
 from typing import TYPE_CHECKING
@@ -39,7 +39,10 @@ if TYPE_CHECKING:
     from culm.cluster.store.store import Store
     from culm.job import Job
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+_MAX_ARENAS = 2
+"""Heaps of a process. By default glibc creates eight per core, whenever a thread starts while others run: every loss
+starts a few, so that a process that survives many would grow for hours."""
 _MAX_MMAP_THRESHOLD = 32 << 20
 """Largest M_MMAP_THRESHOLD that glibc accepts, in bytes."""
 
@@ -47,6 +50,10 @@ _MAX_MMAP_THRESHOLD = 32 << 20
 def run_node(job: Job, command: StartNode, process_table: ProcessTable) -> None:
     """Run the agent process of a node to its end. SIGTERM is blocked until the agent waits for it as a notice. It stays
     blocked in the workers, which run until their agent ends them."""
+    # Objects imported before the fork are never freed: collecting them, here and in the workers, would only copy their
+    # pages.
+    gc.freeze()
+    _set_malloc_options({_M_ARENA_MAX: _MAX_ARENAS})
     clock = RealClock(KillInjector(command.kills, process_table))
     hooks = HookProcess(job) if command.runs_hooks else None
     set_process_title("agent", command.store.job, command.node)
@@ -193,12 +200,12 @@ def _run_worker(job: Job, order: StartNode, index: int, address: str, clock: Rea
         transport = _transport(order, look_out=_busy_wait_s(order.workers_on_host))
         try:
             K = order.workers_per_node
-            await Worker(job, order.node * K + index, address, transport, clock, workers_per_node=K).run()
+            number = order.node * K + index
+            worker = Worker(job, number, address, transport, clock, workers_per_node=K, free_memory=gc.collect)
+            await worker.run()
         finally:
             await transport.close()
 
-    # Objects imported before the fork are never freed: collecting them would only copy their pages.
-    gc.freeze()
     try:
         asyncio.run(main())
     except DeviceFailed as error:
@@ -226,11 +233,16 @@ def _busy_wait_s(workers_on_host: int) -> float:
 
 def _keep_freed_memory() -> None:
     """Let the allocator keep freed memory for the next micro-batch instead of returning it to the kernel, which costs
-    5 to 10 % of the time of a layer of width 256. Only glibc has these switches."""
+    5 to 10 % of the time of a layer of width 256."""
+    _set_malloc_options({_M_TRIM_THRESHOLD: -1, _M_MMAP_THRESHOLD: _MAX_MMAP_THRESHOLD})
+
+
+def _set_malloc_options(options: Mapping[int, int]) -> None:
+    """Set options of the allocator. Only glibc has them."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(_M_TRIM_THRESHOLD, -1)
-        mallopt(_M_MMAP_THRESHOLD, _MAX_MMAP_THRESHOLD)
+        for option, value in options.items():
+            mallopt(option, value)
 
 
 async def _wait_for_exit(pid: int) -> None:

@@ -52,8 +52,11 @@ class Worker:
         *,
         workers_per_node: int = 1,
         open_device: OpenDevice = open_device,
+        free_memory: Callable[[], object] | None = None,
     ) -> None:
-        """`worker`: its number in the run (`Member.worker`)."""
+        """`worker`: its number in the run (`Member.worker`). `free_memory` is called in every epoch when the objects of
+        the one before are not needed any more; they refer to each other."""
+        self._free_memory = free_memory
         self._workers_per_node, self._open_device = workers_per_node, open_device
         self._copies: DeviceCopies | None = None
         self._device_failure: DeviceFailed | None = None
@@ -207,6 +210,8 @@ class Worker:
             await self.clock.after_action(self.node, epoch.start, "adopt")
             context = await self._prepare_context(epoch)
             train_loop = self._train_loop = TrainLoop(context, self.limits, self._checkpoint_writer)
+            if self._free_memory is not None:
+                asyncio.get_running_loop().call_soon(self._free_memory)  # while groups wait for the other members
             await train_loop.run()
         except (asyncio.CancelledError, EpochClosed):
             raise

@@ -557,3 +557,26 @@ def test_the_memory_of_a_leader_does_not_grow() -> None:
         found = simulate(job(steps=64), stages=2, script=script)
     assert sizes[60] <= sizes[10] + 32
     assert found.summary["samples"] == 64 * 8
+
+
+def test_a_leader_keeps_no_task_that_has_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It starts several per second, and may lead for weeks."""
+    build_summary, counts = Leader._build_summary, []
+
+    def count_tasks(leader: Leader) -> dict[str, Any]:
+        counts.append(len(leader._tasks))
+        return build_summary(leader)
+
+    monkeypatch.setattr(Leader, "_build_summary", count_tasks)
+    simulate(job(steps=40), stages=2, out=str(tmp_path), cost=lambda *_: 0.1)
+    assert len(counts) == 1
+    assert counts[0] < 20
+
+
+def test_an_unexpected_error_beside_the_run_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(leader: Leader, shape: object) -> None:
+        raise ValueError("a defect")
+
+    monkeypatch.setattr(Leader, "_precompute_plans", fail)
+    with pytest.raises(RunError, match="the leader failed: ValueError: a defect"):
+        simulate_any(job(steps=10**6), pipelines=2, stages=2, strategy="reroute")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
@@ -364,6 +365,8 @@ class Agent:
             if value is not None and value != self._forwarded_epoch:  # a new session starts with the current one
                 self._forwarded_epoch = value
                 await self._forward_epoch(messages.decode_announcement(value))
+                if not self._simulated and self._leader is None:  # a leader does so itself
+                    gc.collect()  # the last loss has left errors that refer to each other
 
     async def _forward_epoch(self, announcement: messages.EpochAnnouncement) -> None:
         """Send an announced epoch to the workers: what they need of it, or the whole of it from the store."""

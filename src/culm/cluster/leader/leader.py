@@ -146,7 +146,8 @@ class Leader:
         """The announcement in the store; of an earlier epoch if a leader was lost before it could announce one."""
         self._next_events: deque[LeaderEvent] = deque()
         """Events to handle before those of the inbox."""
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: dict[asyncio.Task[None], None] = {}
+        """Tasks that have not ended, in the order in which they were started."""
         self._input_log = self._create_input_log()
         self._log_write: asyncio.Task[None] | None = None
         self._cost_record: CostRecord | None = None
@@ -343,6 +344,7 @@ class Leader:
     def _plan_recovery(self, order: events.PlanRecovery, setup: RunSetup, old: Epoch | None) -> events.PlannedEpoch:
         """Plan the next epoch. Runs in a thread."""
         assert old is not None
+        self._collect_garbage()
         hits = self._plan_cache.hits
         with paused_collection():
             planned = self._plan_epoch(order, setup, old)
@@ -369,6 +371,12 @@ class Leader:
             failed_slots=order.failed_slots,
         )
 
+    def _collect_garbage(self) -> None:
+        """Free what would otherwise be exempted from collection, and never be freed, with the plans that are made next.
+        Takes a millisecond: what lives for long has been exempted already."""
+        if not self._simulated:
+            gc.collect()
+
     def _exempt_plans_from_collection(self) -> None:
         """Plans stay for long, and looking through them for garbage stops the leader for tenths of a second. In a
         simulation many runs follow each other in one process, so that their values are not exempted."""
@@ -383,6 +391,7 @@ class Leader:
                 self.state.setup, order.inventories, order.committed, order.old_epoch, self._plan_cache
             )
             members = self.state.epoch.members if self.state.epoch is not None else ()
+            self._collect_garbage()
             plans = precompute_next_plans(replace(cluster, nodes=nodes_by_slot(members)))
             while await self.clock.run_in_thread(next, plans, None) is not None:
                 pass
@@ -476,9 +485,18 @@ class Leader:
         except RunError as error:
             self.inbox.put_nowait(error)
 
-    def _start_task(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def _start_task(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run a coroutine beside the others. An unexpected exception ends the run: nobody waits for the task."""
         task = asyncio.create_task(coroutine)
-        self._tasks.append(task)
+        self._tasks[task] = None
+        task.add_done_callback(self._handle_task_end)
+        return task
+
+    def _handle_task_end(self, task: asyncio.Task[None]) -> None:
+        del self._tasks[task]
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, CulmError):  # a store that is lost is reported by its watch
+            self.inbox.put_nowait(unexpected_failure("the leader", error))
 
     # The input log.
 
@@ -500,8 +518,7 @@ class Leader:
         if log.is_full:
             self.log_event("input_log_full", why="later events cannot be replayed")
         if self._log_write is None or self._log_write.done():
-            self._log_write = asyncio.create_task(self._write_input_log(log, _LOG_DELAY_S))
-            self._tasks.append(self._log_write)
+            self._log_write = self._start_task(self._write_input_log(log, _LOG_DELAY_S))
 
     async def _write_input_log(self, log: InputLogWriter, delay_s: float = 0.0) -> None:
         """Write recorded events in a thread. If that fails, nothing more is recorded: the run does not need it."""
@@ -623,8 +640,7 @@ class Leader:
         """Write cost.json in the background. A write that fails is repeated with the next change."""
         self._cost_record = record
         if self._cost_write is None or self._cost_write.done():
-            self._cost_write = asyncio.create_task(self._write_newest_cost())
-            self._tasks.append(self._cost_write)
+            self._cost_write = self._start_task(self._write_newest_cost())
 
     async def _write_newest_cost(self) -> None:
         written: CostRecord | None = None

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 HANDSHAKE_S = 10.0
 _REDIAL_INTERVAL_S = 0.5
 """Time between two attempts to reach an endpoint again."""
-_MIN_SENT_FRAMES, _MAX_SENT_BYTES = 4, 64 << 20
-"""Sent frames that are kept for a repetition: the last ones up to this size, and always a few."""
+_MIN_SENT_FRAMES, MAX_SENT_FRAMES, _MAX_SENT_BYTES = 4, 512, 64 << 20
+"""Sent frames that are kept for a repetition: the last ones up to this number and size, and always a few. The objects
+of a small frame take 2 KB, whatever it carries."""
 _SOCKET_BUFFER_BYTES = 4 << 20
 """Kernel buffers that hold a few activations, so that a send rarely needs the I/O thread."""
 
@@ -71,6 +72,11 @@ class OutboundConnection:
     def may_redial(self) -> bool:
         """Whether the connection is broken and a new attempt is due."""
         return self._broken and (not self._is_redial or time.monotonic() - self._broke_at > _REDIAL_INTERVAL_S)
+
+    @property
+    def broken_s(self) -> float:
+        """How long ago the connection broke; 0: it did not."""
+        return time.monotonic() - self._broke_at if self._broken else 0.0
 
     def dial(
         self, secret: bytes, own_address: Address, policy: EncryptionPolicy, unacknowledged_s: float = HANDSHAKE_S
@@ -237,7 +243,9 @@ class SentFrames:
         with self._lock:
             self._frames.append((key, buffers, size))
             self._held_bytes += size
-            while len(self._frames) > _MIN_SENT_FRAMES and self._held_bytes > _MAX_SENT_BYTES:
+            while len(self._frames) > MAX_SENT_FRAMES or (
+                len(self._frames) > _MIN_SENT_FRAMES and self._held_bytes > _MAX_SENT_BYTES
+            ):
                 self._held_bytes -= self._frames.popleft()[2]
 
     def find(self, key: FrameKey) -> list[memoryview] | None:

@@ -52,6 +52,8 @@ MIN_SHARED_BYTES = 512 << 10
 """Smaller frames travel over the connection: there a copy takes less time than an acknowledgement."""
 MAX_PENDING_HANDSHAKES = 64
 """Handshakes of callers that run at once, each in a thread."""
+FORGET_AFTER_S = 60.0
+"""A connection that broke and was not needed since is forgotten: most of its ends have been lost."""
 ACCEPT_S = 5.0
 """A caller has this long for the whole handshake."""
 
@@ -201,11 +203,17 @@ class SocketTransport:
             with self._lock:
                 connection = self._outbound.get(to)
                 if connection is None or connection.may_redial:
+                    self._forget_broken_connections()
                     connection = self._outbound[to] = OutboundConnection(
                         self._io_thread, to, self._report_lost, is_redial=connection is not None
                     )
             connection.dial(self._secret, self.address, self._encryption, self._unacknowledged_s)
         return connection
+
+    def _forget_broken_connections(self) -> None:
+        """Called with the lock held."""
+        for address in [each for each, old in self._outbound.items() if old.broken_s > FORGET_AFTER_S]:
+            del self._outbound[address]
 
     def _accept_connection(self, sock: socket.socket) -> None:
         """Authenticate a caller in a thread, so that a silent one blocks nothing; then start to read from it.
