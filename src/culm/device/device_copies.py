@@ -17,6 +17,7 @@ from culm.errors import DeviceFailed
 
 if TYPE_CHECKING:
     from culm.device.device_sums import DeviceSums
+    from culm.device.shared_chunks import SharedHostMemory
     from culm.device.slab_pool import Slab
 
 Tensors: TypeAlias = tuple[Tensor | None, ...]
@@ -124,6 +125,11 @@ class DeviceCopies:
     def sums(self) -> DeviceSums:
         """What the device offers for sums with others."""
         return self.streams.sums
+
+    @property
+    def shared_memory(self) -> SharedHostMemory | None:
+        """The host memory of the slabs, if other processes can map it."""
+        return self.streams.shared_memory
 
     @property
     def peak_device_bytes(self) -> int:

@@ -255,7 +255,7 @@ class Worker:
             if self._copies is None:
                 self._copies = self._open_device(device, self._workers_per_node)
                 if not self._copies.is_synchronous:
-                    self.transport.set_frame_memory(self._copies.frame_memory)
+                    self.transport.set_frame_memory(self._copies.frame_memory, self._copies.shared_memory)
             self.state = WorkerState(self.job, device, self._copies, rebuild_epoch=epoch.rebuild_epoch)
             self.limits.restart(epoch.committed_steps)
         if self.state.shape_epoch != epoch.shape_epoch:
