@@ -180,6 +180,8 @@ class CudaStreams:
             stream.close()
         if self.shared_memory is not None:
             self.shared_memory.locker.close()
+        if "sums" in vars(self):
+            self.sums.kept.abort_rest()
 
 
 def cuda_page_locker(device: torch.device) -> PageLocker:

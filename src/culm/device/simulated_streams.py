@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from culm.device.device_copies import DeviceCopies
-from culm.device.device_sums import NcclSupport
+from culm.device.device_sums import KeptCommunicators, NcclSupport
 from culm.errors import DeviceFailed
 
 if TYPE_CHECKING:
@@ -204,6 +204,7 @@ class SimulatedSums:
 
     def __init__(self, compute: DeviceStream) -> None:
         self.compute = compute
+        self.kept = KeptCommunicators()
 
     def support(self) -> NcclSupport:
         return NcclSupport()

@@ -50,6 +50,7 @@ class SegmentGradientReducer:
             return
         for group in self._groups.values():  # one at a time, at all workers in the same order: NCCL connects in threads
             await group.join()
+        sums.kept.abort_rest()
 
     @property
     def is_connecting(self) -> bool:
