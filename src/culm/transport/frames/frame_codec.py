@@ -9,8 +9,9 @@
              ("a", number, ...): the receiver has dropped these frames of shared memory
     payload  the bytes of each tensor as they lie in memory, in order
 
-Checksums are XXH3 (64 bit). A damaged payload is requested again: its header says which frame it is. A damaged prefix
-or header breaks the connection, because the position of the next frame is unknown.
+Checksums are XXH3 (64 bit); that of a payload above 4 MiB is made of those of its pieces. A damaged payload is requested
+again: its header says which frame it is. A damaged prefix or header breaks the connection, because the position of the
+next frame is unknown.
 
 Strides are sent because they decide in which order kernels sum: a tensor that was transposed, or in channels-last
 format, must arrive as such, or the receiver would compute other bits than one process would.
@@ -30,6 +31,8 @@ from culm.errors import RunError
 from culm.transport.interface import FrameKey, FrameMemory
 
 if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
     import torch
     from torch import Tensor
 
@@ -122,11 +125,33 @@ def encode_frame(key: FrameKey, tensors: Sequence[Tensor | None]) -> EncodedFram
 
 
 def checksum(buffers: Iterable[memoryview]) -> int:
-    """The checksum of consecutive buffers."""
-    digest = xxhash.xxh3_64()
-    for buffer in buffers:
-        digest.update(buffer)
-    return digest.intdigest()
+    """The checksum of consecutive buffers. That of many bytes is made of those of pieces, which threads can compute
+    side by side: a receiver waits for it twice."""
+    parts = list(buffers)
+    if sum(map(len, parts)) <= _PIECE_BYTES:
+        digest = xxhash.xxh3_64()
+        for buffer in parts:
+            digest.update(buffer)
+        return digest.intdigest()
+    pieces = [part[start : start + _PIECE_BYTES] for part in parts for start in range(0, len(part), _PIECE_BYTES)]
+    run = map if _threads is None else _threads.map
+    digests = list(run(xxhash.xxh3_64_intdigest, pieces))
+    return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(digests)}Q", *digests))
+
+
+_PIECE_BYTES = 4 << 20
+_MOST_THREADS = 4
+_threads: Executor | None = None
+
+
+def use_threads(cores: int) -> None:
+    """Compute the checksums of large frames in threads, unless there are few cores. For workers that leave the
+    processor to do so: those with a device."""
+    global _threads  # noqa: PLW0603 - of the process, as its cores are
+    if _threads is None and cores >= 2 * _MOST_THREADS:
+        from concurrent.futures import ThreadPoolExecutor
+
+        _threads = ThreadPoolExecutor(_MOST_THREADS, "culm-checksum")
 
 
 def is_unchanged(buffers: Sequence[memoryview]) -> bool:

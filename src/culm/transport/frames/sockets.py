@@ -153,6 +153,7 @@ class SocketTransport:
 
     def set_frame_memory(self, allocate: FrameMemory, shared: SharedHostMemory | None = None) -> None:
         self._frame_memory, self._shared_memory = allocate, shared
+        frame_codec.use_threads(len(os.sched_getaffinity(0)))
         self._spin_s = 0.0  # outputs of the device are sent by the event loop, which must not poll meanwhile
 
     def _allocate_frame(self, tensors: list[Tensor]) -> list[Tensor] | None:
