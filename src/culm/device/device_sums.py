@@ -34,8 +34,8 @@ class NcclSupport(msgspec.Struct, frozen=True):
     host_id: str = ""
     """Its own NCCL_HOSTID. NCCL refuses two workers on one GPU unless they seem to be on different hosts."""
     kept: tuple[int, int] = (0, 0)
-    """Of its communicator from an earlier epoch: the epoch in which it was created, and the number of sums since; zeros:
-    it has none."""
+    """Of its communicator from an earlier epoch: the epoch in which it was created, and the number of sums since.
+    Zeros: it has none."""
 
 
 def find_obstacle(members: Sequence[NcclSupport]) -> str:

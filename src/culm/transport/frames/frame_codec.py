@@ -9,9 +9,9 @@
              ("a", number, ...): the receiver has dropped these frames of shared memory
     payload  the bytes of each tensor as they lie in memory, in order
 
-Checksums are XXH3 (64 bit); that of a payload above 4 MiB is made of those of its pieces. A damaged payload is requested
-again: its header says which frame it is. A damaged prefix or header breaks the connection, because the position of the
-next frame is unknown.
+Checksums are XXH3 (64 bit); that of a payload above 4 MiB is made of those of its pieces. A damaged payload is
+requested again: its header says which frame it is. A damaged prefix or header breaks the connection, because the
+position of the next frame is unknown.
 
 Strides are sent because they decide in which order kernels sum: a tensor that was transposed, or in channels-last
 format, must arrive as such, or the receiver would compute other bits than one process would.

@@ -109,7 +109,9 @@ class SocketTransport:
         if self._shared_frames is None:
             from culm.transport.frames.shared_memory import SharedFrames  # imports torch, which launchers do not need
 
-            self._shared_frames = SharedFrames(chunks=None if self._shared_memory is None else self._shared_memory.chunks)
+            self._shared_frames = SharedFrames(
+                chunks=None if self._shared_memory is None else self._shared_memory.chunks
+            )
         return self._shared_frames
 
     def send_message(self, to: Address, body: bytes) -> None:
