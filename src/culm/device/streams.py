@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from culm.device.device_sums import DeviceSums
+    from culm.device.shared_chunks import SharedHostMemory
 
 
 class DeviceEvent(Protocol):
@@ -69,6 +70,8 @@ class DeviceStreams(Protocol):
     to_device: DeviceStream
     is_synchronous: bool
     """Whether work is done when the call that queues it returns. Then no copies are made at all."""
+    shared_memory: SharedHostMemory | None
+    """Where `host_memory` comes from, if other processes can map it."""
 
     @property
     def sums(self) -> DeviceSums:
@@ -132,6 +135,7 @@ class HostStreams:
 
     is_synchronous = True
     peak_bytes = 0
+    shared_memory: SharedHostMemory | None = None
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")

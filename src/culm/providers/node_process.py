@@ -200,8 +200,16 @@ def _run_worker(job: Job, order: StartNode, index: int, address: str, clock: Rea
         transport = _transport(order, look_out=_busy_wait_s(order.workers_on_host))
         try:
             K = order.workers_per_node
-            number = order.node * K + index
-            worker = Worker(job, number, address, transport, clock, workers_per_node=K, free_memory=gc.collect)
+            worker = Worker(
+                job,
+                order.node * K + index,
+                address,
+                transport,
+                clock,
+                workers_per_node=K,
+                workers_on_host=order.workers_on_host,
+                free_memory=gc.collect,
+            )
             await worker.run()
         finally:
             await transport.close()

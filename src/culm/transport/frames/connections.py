@@ -21,6 +21,7 @@ from culm.transport.frames.mailbox import Mailbox
 from culm.transport.interface import Address, FrameKey, FrameMemory
 
 if TYPE_CHECKING:
+    from culm.device.shared_chunks import PageLocker
     from culm.transport.frames.io_thread import SocketIOThread
     from culm.transport.frames.shared_memory import MappedChunks, SharedFrames
 
@@ -126,9 +127,10 @@ class OutboundConnection:
             if isinstance(found, frame_codec.SharedPlace):
                 self.send(frame.header_for(found))
                 return
-            if found is not None and found.chunk not in self._announced_chunks:
-                self._announced_chunks.add(found.chunk)
-                self.send(frame_codec.encode_announcement(found))
+            for chunk in found or ():
+                if chunk.chunk not in self._announced_chunks:
+                    self._announced_chunks.add(chunk.chunk)
+                    self.send(frame_codec.encode_announcement(chunk))
         self.send(buffers)
 
     def confirm_chunk(self, chunk: int) -> None:
@@ -280,12 +282,13 @@ class InboundConnection:
         on_transport_message: Callable[[Address, frame_codec.TransportMessage], None],
         on_dropped: Callable[[Address, int], None],
         allocate: FrameMemory | None = None,
+        find_locker: Callable[[], PageLocker | None] = lambda: None,
     ) -> None:
         """`on_damaged` is called with the sender and the key of a frame that arrived damaged (None: of a header, which
         breaks the connection), `on_transport_message` with what the other transport says (of a chunk, once it is
-        mapped), `on_dropped` with the number of a frame in shared memory that is not used any more. `allocate`: see
-        Transport.set_frame_memory."""
-        self._allocate = allocate
+        mapped), `on_dropped` with the number of a frame in shared memory that is not used any more. `allocate`,
+        `find_locker`: see Transport.set_frame_memory."""
+        self._allocate, self._find_locker = allocate, find_locker
         self._on_dropped = on_dropped
         self._mapped: MappedChunks | None = None
         self._sock, self._sender, self._mailbox, self._deliver = sock, sender, mailbox, deliver
@@ -347,7 +350,7 @@ class InboundConnection:
                 self._start_frame()
                 return
             self._frame = parsed
-            if not parsed.is_shared:
+            if not parsed.shared_chunks:
                 self._pending_buffers.extend(self._payload_buffers(parsed))
         if not self._pending_buffers:
             self._end_frame(self._frame)
@@ -356,15 +359,18 @@ class InboundConnection:
     def _handle_message(self, message: bytes | frame_codec.TransportMessage) -> None:
         if isinstance(message, bytes):
             self._deliver(self._sender, message)
-        elif not isinstance(message, frame_codec.ChunkAnnouncement) or self._map(message):
+        elif isinstance(message, frame_codec.ChunkAnnouncement):
+            self._map(message)
+        else:
             self._on_transport_message(self._sender, message)
 
-    def _map(self, announced: frame_codec.ChunkAnnouncement) -> bool:
+    def _map(self, announced: frame_codec.ChunkAnnouncement) -> None:
         if self._mapped is None:
             from culm.transport.frames.shared_memory import MappedChunks  # imports torch
 
-            self._mapped = MappedChunks(lambda number: self._on_dropped(self._sender, number))
-        return self._mapped.map(announced)
+            self._mapped = MappedChunks(lambda number: self._on_dropped(self._sender, number), self._find_locker())
+        if self._mapped.map(announced):
+            self._mapped.lock(announced.chunk, lambda: self._on_transport_message(self._sender, announced))
 
     def _payload_buffers(self, frame: frame_codec.FrameHeader) -> list[memoryview]:
         return [frame_codec.tensor_bytes(t) for t in frame.tensors if t is not None and t.numel()]
@@ -375,12 +381,16 @@ class InboundConnection:
             self._on_damaged(self._sender, frame.key)
             return
         tensors = frame.tensors
-        if frame.is_shared and self._allocate is not None:
-            tensors = frame_codec.copy_into(self._allocate, tensors)
+        if frame.shared_chunks and not self._is_locked(frame):
+            tensors = frame_codec.copy_into(self._allocate, tensors, in_any_case=frame.is_lent)
         for tensor, required in zip(tensors, frame.requires_grad, strict=True):
             if tensor is not None and required:
                 tensor.requires_grad_(True)
         self._mailbox.put(frame.key, tuple(tensors))
+
+    def _is_locked(self, frame: frame_codec.FrameHeader) -> bool:
+        """Whether a device reaches a frame at full speed where it lies."""
+        return self._mapped is not None and self._mapped.are_locked(frame.shared_chunks)
 
     def set_low_watermark(self, count: int) -> None:
         """Report the socket as readable only from `count` bytes on, or at the end of the connection."""

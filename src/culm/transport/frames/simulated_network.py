@@ -24,6 +24,7 @@ from culm.transport.interface import (
 
 if TYPE_CHECKING:
     from culm.device.device_sums import DeviceSums
+    from culm.device.shared_chunks import SharedHostMemory
 
 
 class Delivery(NamedTuple):
@@ -235,7 +236,7 @@ class SimulatedTransport:
             self._damage_handler(sender.address, key)
             sender.send(self.address, key, sent)
 
-    def set_frame_memory(self, allocate: FrameMemory) -> None:
+    def set_frame_memory(self, allocate: FrameMemory, shared: SharedHostMemory | None = None) -> None:
         """Frames are copied in memory: they arrive in ordinary memory."""
 
     def release_sent_frames(self) -> None:

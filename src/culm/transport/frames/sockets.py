@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from culm.device.device_sums import DeviceSums
+    from culm.device.shared_chunks import SharedHostMemory
     from culm.transport.collectives.frame_group import FrameGroup
     from culm.transport.frames.shared_memory import SharedFrames
 
@@ -90,6 +91,7 @@ class SocketTransport:
         self._lock = threading.Lock()
         self._damage_handler: DamageHandler = ignore_damage
         self._frame_memory: FrameMemory | None = None
+        self._shared_memory: SharedHostMemory | None = None
         self._min_shared_bytes = math.inf if min_shared_bytes is None else min_shared_bytes
         self._shared_frames: SharedFrames | None = None
         self._dropped: collections.deque[tuple[Address, int]] = collections.deque()
@@ -109,7 +111,9 @@ class SocketTransport:
         if self._shared_frames is None:
             from culm.transport.frames.shared_memory import SharedFrames  # imports torch, which launchers do not need
 
-            self._shared_frames = SharedFrames()
+            self._shared_frames = SharedFrames(
+                chunks=None if self._shared_memory is None else self._shared_memory.chunks
+            )
         return self._shared_frames
 
     def send_message(self, to: Address, body: bytes) -> None:
@@ -151,8 +155,9 @@ class SocketTransport:
             connection.drop_epochs(below)
         return self.mailbox.close_epochs(below)
 
-    def set_frame_memory(self, allocate: FrameMemory) -> None:
-        self._frame_memory = allocate
+    def set_frame_memory(self, allocate: FrameMemory, shared: SharedHostMemory | None = None) -> None:
+        self._frame_memory, self._shared_memory = allocate, shared
+        frame_codec.use_threads(len(os.sched_getaffinity(0)))
         self._spin_s = 0.0  # outputs of the device are sent by the event loop, which must not poll meanwhile
 
     def _allocate_frame(self, tensors: list[Tensor]) -> list[Tensor] | None:
@@ -161,6 +166,8 @@ class SocketTransport:
     def release_sent_frames(self) -> None:
         for connection in list(self._outbound.values()):
             connection.release_sent_frames()
+        if self._shared_frames is not None:
+            self._shared_frames.release_of_ended_receivers()
 
     def set_damage_handler(self, handler: DamageHandler) -> None:
         self._damage_handler = handler
@@ -249,6 +256,7 @@ class SocketTransport:
                 self._handle_transport_message,
                 self._handle_dropped_frame,
                 self._allocate_frame,
+                lambda: None if self._shared_memory is None else self._shared_memory.locker,
             )
         )
 
