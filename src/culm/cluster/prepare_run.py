@@ -87,6 +87,7 @@ def prepare_run(
             stages=stages,
             micro_batches=job.micro_batches,
             ranges=ranges,
+            may_use_two_ranges=config.ranges > 1 and config.cuts is None,
             memory=config.memory,
             max_activations=config.max_activations,
             synchronous=_has_synchronous_step(job),
@@ -95,7 +96,8 @@ def prepare_run(
         ),
     )
     _check_compiled(job, config, schedule.plan)
-    plan = schedule.plan
+    plan, cuts = schedule.plan, schedule.cuts
+    ranges = plan.segments // plan.stages
     why += f"; {schedule.why}" if schedule.why else ""
     manifest, rejected = _newest_manifest(config.resume) if config.resume else (None, ())
     facts = job_facts(job, model_info)

@@ -61,7 +61,7 @@ class StrategyInputs:
 
     @property
     def is_staggered(self) -> bool:
-        return not self.synchronous_step and self.plan.segments == self.plan.stages
+        return not self.synchronous_step
 
     @cached_property
     def step_s(self) -> float:
