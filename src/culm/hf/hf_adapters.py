@@ -18,8 +18,10 @@ _PREFIX = "base_model.model."
 
 def add_adapter(model: Any, config: Any) -> Any:
     """The peft model of a skeleton. Raises JobError for an adapter whose initial values depend on the weights."""
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig, PeftConfig, get_peft_model
 
+    if not isinstance(config, PeftConfig):
+        raise JobError(f"adapter is a {type(config).__name__}: use a peft.LoraConfig")
     if not isinstance(config, LoraConfig) or config.init_lora_weights is not True or config.use_dora:
         raise JobError(
             f"adapter is a {type(config).__name__} whose first values need the weights: load the model and pass "

@@ -33,7 +33,7 @@ from culm.hf.hf_skeleton import (
     replace_blocks,
     wrap_result,
 )
-from culm.hf.hf_weights import WeightSource
+from culm.hf.hf_weights import WeightSource, check_shape
 
 
 @dataclass(frozen=True)
@@ -181,16 +181,8 @@ def _materialise(model: HfModel, skeleton: Any, held: Mapping[str, nn.Module]) -
             stored = model.stored_name(name)
             if stored is not None:
                 value = model.source.read([stored])[stored]
-                _check_shape(name, value, target)
+                check_shape(name, value.shape, target.shape)
                 target.copy_(value)
-
-
-def _check_shape(name: str, value: Tensor, target: Tensor) -> None:
-    if value.shape != target.shape:
-        raise JobError(
-            f"the tensor {name!r} has shape {tuple(value.shape)} in the weights and {tuple(target.shape)} in the "
-            "model: the config does not belong to these weights"
-        )
 
 
 class _HfLayer(nn.Module):
