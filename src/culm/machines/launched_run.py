@@ -104,8 +104,9 @@ class LaunchedRun:
                 continue
             decided = decision
             wanted = 0 if decision.stop else min(decision.on_demand, run.setup.nodes)
-            for report in controller.set_on_demand(wanted, decision.why):
-                self._on_line(report.text)
+            if any(offer.request.market == "spot" for offer in controller.target.offers):  # else there is no choice
+                for report in controller.set_on_demand(wanted, decision.why):
+                    self._on_line(report.text)
             run.report_fleet(decision)
 
     def _report_prices(self, run: RunHandle, machines: Iterable[Machine]) -> None:

@@ -81,9 +81,13 @@ def launch(
     context: typer.Context,
     head: Annotated[
         str | None,
-        typer.Option(metavar="[USER@]HOST", help="Keep the store and the supervisor on this machine, by ssh."),
+        typer.Option(
+            metavar="[USER@]HOST|pod/NAME", help="Keep the store and the supervisor on this machine, by ssh or kubectl."
+        ),
     ] = None,
-    head_ssh: Annotated[str | None, typer.Option(help="The ssh command and its options for --head.")] = None,
+    head_ssh: Annotated[
+        str | None, typer.Option(help="The command that reaches --head, with options: ssh, or kubectl for a Pod.")
+    ] = None,
     launch_name: Annotated[str | None, typer.Option(hidden=True)] = None,
     spot: Annotated[bool, typer.Option("--spot", help="Use spot machines, where the provider has them.")] = False,
     instance: Annotated[str, typer.Option(help="Instance types to choose from, as in g5.xlarge,g6.xlarge.")] = "",
