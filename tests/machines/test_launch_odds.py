@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,7 @@ def odds(
     requests = tuple(MachineRequest(count=1, market=market) for market in prices)
     options = {"launch": "tiny-1", "job": "tiny", "provider": "hosts", "requests": requests, **(order or {})}
     config = RunConfig(nodes=4, profile=profile, out="s3://bucket/a", preemption_rate=0.5, strategy="reroute", **limits)
-    return find_odds(tiny_jobs.job(steps=STEPS), config, LaunchOrder(**options), 4, prices, markets=5)
+    return find_odds(partial(tiny_jobs.job, steps=STEPS), config, LaunchOrder(**options), 4, prices, markets=5)
 
 
 def test_on_demand_machines_keep_what_the_speed_and_the_price_allow(profile: str) -> None:
@@ -82,4 +83,4 @@ def test_without_a_speed_or_a_price_the_odds_are_not_known(profile: str) -> None
     config = RunConfig(nodes=4, deadline=HOUR)
     order = LaunchOrder(launch="tiny-1", job="tiny", provider="hosts", requests=(MachineRequest(count=1),))
     with pytest.raises(UsageError, match="measure the job on one with culm profile"):
-        find_odds(tiny_jobs.job(), config, order, 4, {"on-demand": 1.0})
+        find_odds(tiny_jobs.job, config, order, 4, {"on-demand": 1.0})

@@ -88,7 +88,7 @@ class LaunchOdds:
 
 
 def find_odds(
-    job: Job,
+    load: Callable[[], Job],
     config: RunConfig,
     order: LaunchOrder,
     nodes: int,
@@ -96,7 +96,8 @@ def find_odds(
     *,
     markets: int = MARKETS,
 ) -> LaunchOdds:
-    """Simulate the run of a launch. `prices`: dollars per hour of the cheapest machine of each market.
+    """Simulate the run of a launch. `load` returns its job; `prices`: dollars per hour of the cheapest machine of each
+    market.
 
     Raises UsageError or PlanError in one sentence if the odds cannot be known.
     """
@@ -107,7 +108,12 @@ def find_odds(
     )
     if not prices:
         raise UsageError("no price of these machines is known: give it with --price")
-    profile = _load_profile(config, job)
+    if config.profile is None:
+        raise UsageError(
+            "measure the job on a machine with culm profile FILE --out profile.json, and add --profile profile.json"
+        )
+    job = load()
+    profile = _load_profile(config.profile, job)
     spot = prices.get("spot")
     offer = _offer(order, config, min(prices.values()), spot=spot is not None)
     context, strategy = _context(job, config, profile, offer, nodes)
@@ -122,13 +128,8 @@ def find_odds(
     return LaunchOdds(outcomes=outcomes, limits=limits, market=words, profile=about)
 
 
-def _load_profile(config: RunConfig, job: Job) -> Profile:
-    if config.profile is None:
-        raise UsageError(
-            "the speed of the machines is not known: measure the job on one with culm profile FILE --out profile.json, "
-            "and give --profile profile.json"
-        )
-    profile = Profile.load(config.profile)
+def _load_profile(path: str, job: Job) -> Profile:
+    profile = Profile.load(path)
     if profile.micro_batch != job.micro_batch:
         raise UsageError(
             f"--profile was measured with micro-batches of {profile.micro_batch}, and the job has {job.micro_batch}: "
@@ -202,7 +203,7 @@ def odds_or_reason(
 ) -> tuple[dict[str, object], str]:
     """(the odds as JSON, a sentence about them); empty, with the reason, if they cannot be known."""
     try:
-        found = find_odds(load(), config, order, nodes, prices)
+        found = find_odds(load, config, order, nodes, prices)
     except (PlanError, UsageError) as error:
         return {}, f"the odds are not known: {error}"
     return found.as_json(), found.sentence()
