@@ -82,5 +82,5 @@ def test_without_a_speed_or_a_price_the_odds_are_not_known(profile: str) -> None
         odds(profile, {}, deadline=HOUR)
     config = RunConfig(nodes=4, deadline=HOUR)
     order = LaunchOrder(launch="tiny-1", job="tiny", provider="hosts", requests=(MachineRequest(count=1),))
-    with pytest.raises(UsageError, match="measure the job on one with culm profile"):
+    with pytest.raises(UsageError, match="measure the job on such a machine with culm profile"):
         find_odds(tiny_jobs.job, config, order, 4, {"on-demand": 1.0})

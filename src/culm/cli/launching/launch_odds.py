@@ -109,9 +109,7 @@ def find_odds(
     if not prices:
         raise UsageError("no price of these machines is known: give it with --price")
     if config.profile is None:
-        raise UsageError(
-            "measure the job on a machine with culm profile FILE --out profile.json, and add --profile profile.json"
-        )
+        raise UsageError("measure the job on such a machine with culm profile JOB --out FILE, and add --profile FILE")
     job = load()
     profile = _load_profile(config.profile, job)
     spot = prices.get("spot")
