@@ -243,6 +243,7 @@ def join(
     idle_timeout_s: float = 0.0,
     fork_server: ForkServerClient | None = None,
     on_line: Callable[[str], None] | None = None,
+    on_job: Callable[[str], None] = lambda _: None,
     **options: Unpack[JoinOptions],
 ) -> None:
     """Provide a node of this machine to a run on several machines, as `culm agent` does.
@@ -268,7 +269,8 @@ def join(
     node then has `grace` seconds to hand over its state. A second SIGTERM, or Ctrl-C, ends the node at once and raises
     KeyboardInterrupt. Signals are handled only if `join` is called in the main thread.
 
-    `on_line` is called with sentences about what happens; by default they are logged to the logger "culm".
+    `on_line` is called with sentences about what happens; by default they are logged to the logger "culm". `on_job` is
+    called with the name of the job when it is known.
     """
     merged = merge_options(config, options, stacklevel=3)
     if notice_source not in NOTICE_SOURCES:
@@ -279,6 +281,7 @@ def join(
 
     async def main() -> None:
         job = await find_job(shared.access, shared.job, wait_s, report)
+        on_job(job)
         location = StoreLocation(shared.access, job, secret=shared.secret)
         command = StartNode(
             0,

@@ -58,6 +58,7 @@ def test_down_ends_what_a_killed_supervisor_has_left(tmp_path: Path) -> None:
         assert launched.process.wait(60) == 1, launched.output
         launched.wait_for(f"end its machines with culm down {launched.name}")
         assert f"its supervisor has ended: culm down {launched.name}" in " ".join(launched.culm("list").split())
+        assert f"end them with culm down {launched.name}" in launched.culm("attach", launched.name, code=2)
         assert f"nothing of {launched.name}" in launched.culm("down", launched.name)
         assert launched.processes() == []
         assert "nothing is launched" in launched.culm("list")

@@ -222,6 +222,15 @@ def test_waiting_elements_of_slurm_share_a_line() -> None:
     ended = "JobId=9 ArrayJobId=7 ArrayTaskId=1 JobState=FAILED Reason=None Restarts=2 ExitCode=2:0 StartTime=Unknown"
     (element,) = parse_elements(ended)
     assert (element.element, element.restarts, element.exit_status, element.reason) == ("7_1", 2, 2, "")
+    assert (element.preempted_at, element.ends_at) == (None, None)
+    taken = (
+        "JobId=9 ArrayJobId=7 ArrayTaskId=1 JobState=RUNNING Restarts=0 ExitCode=0:0 StartTime=2026-11-19T20:00:00 "
+        "EndTime=2026-11-19T20:10:15 PreemptTime=2026-11-19T20:10:00 Partition=low"
+    )
+    (element,) = parse_elements(taken)
+    assert element.partition == "low"
+    assert (element.preempted_at or 0.0) - element.started_at == 600.0
+    assert (element.ends_at or 0.0) - (element.preempted_at or 0.0) == 15.0
 
 
 def test_the_end_of_an_agent_is_explained_by_its_last_line() -> None:

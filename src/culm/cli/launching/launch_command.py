@@ -9,7 +9,8 @@ import re
 import secrets
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -33,7 +34,7 @@ from culm.cli.running.run_launcher import launch_detached, launch_run
 from culm.cluster.store.etcd.etcd_access import check_job_name
 from culm.config import RunConfig
 from culm.errors import RunError, UsageError
-from culm.job import find_job_file, import_root, parse_overrides
+from culm.job import Job, find_job_file, import_root, load_job, parse_overrides
 from culm.machines.launch_order import LaunchOrder
 from culm.machines.machine_provider import (
     EngineMissing,
@@ -42,6 +43,7 @@ from culm.machines.machine_provider import (
     MachineRequest,
     Market,
     ProviderSettings,
+    known_prices,
 )
 from culm.machines.machine_provider_registry import (
     known_machine_providers,
@@ -79,15 +81,23 @@ def launch(
     context: typer.Context,
     head: Annotated[
         str | None,
-        typer.Option(metavar="[USER@]HOST", help="Keep the store and the supervisor on this machine, by ssh."),
+        typer.Option(
+            metavar="[USER@]HOST|pod/NAME", help="Keep the store and the supervisor on this machine, by ssh or kubectl."
+        ),
     ] = None,
-    head_ssh: Annotated[str | None, typer.Option(help="The ssh command and its options for --head.")] = None,
+    head_ssh: Annotated[
+        str | None, typer.Option(help="The command that reaches --head, with options: ssh, or kubectl for a Pod.")
+    ] = None,
     launch_name: Annotated[str | None, typer.Option(hidden=True)] = None,
     spot: Annotated[bool, typer.Option("--spot", help="Use spot machines, where the provider has them.")] = False,
     instance: Annotated[str, typer.Option(help="Instance types to choose from, as in g5.xlarge,g6.xlarge.")] = "",
     any_: Annotated[bool, typer.Option("--any", help="Choose among all instance types that fit, by price.")] = False,
     zone: Annotated[str, typer.Option(help="Zones to choose from; default: the provider decides.")] = "",
     max_price: Annotated[float | None, typer.Option(help="Most dollars per hour for a machine.")] = None,
+    price: Annotated[
+        float | None,
+        typer.Option(metavar="USD_PER_HOUR", help="What a machine costs, where culm cannot know it or you pay less."),
+    ] = None,
     hosts: Annotated[str | None, typer.Option(help="For --on hosts: HOST,HOST,... or @FILE.")] = None,
     option: Annotated[
         list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="Option of the provider; repeatable.")
@@ -150,17 +160,17 @@ def launch(
         given = parse_assignments(option or [], "--option", "region=us-east-1") | (
             {} if hosts is None else {"hosts": hosts}
         )
+        requests = _requests(
+            _instances(instance, on, given, config, spot=spot, any_=any_), zone, _markets(config, spot=spot)
+        )
         order = LaunchOrder(
             launch=launch_name or _launch_name(job),
             job=job,
             provider=on,
             options=given,
-            requests=_requests(
-                _instances(instance, on, given, config, spot=spot, any_=any_),
-                zone,
-                _markets(config, spot=spot),
-            ),
+            requests=requests,
             max_price=_price_limit(max_price),
+            price=_known_price(price, len(requests)),
             address=address,
             port=port,
             program=_program(on, program),
@@ -170,7 +180,7 @@ def launch(
             abandon_after_s=abandon_after,
             environment=parse_assignments(env or [], "--env", "NCCL_DEBUG=INFO"),
         )
-        provider = open_machine_provider(on, ProviderSettings(launch=order.launch, options=given))
+        provider = open_machine_provider(on, ProviderSettings(launch=order.launch, options=given, price=order.price))
         console = make_console(stderr=json_ or dry_run)
         requests, unchecked = _checked(provider, order.requests, count, any_=any_, dry_run=dry_run)
         order = msgspec.structs.replace(order, requests=requests)
@@ -178,7 +188,9 @@ def launch(
             console.print(offer_table(provider, order.requests, count))
         _check_affordable(provider, order)
         if dry_run:
-            _print_dry_run(provider, order, count, unchecked, json_=json_)
+            _print_dry_run(
+                provider, order, count, unchecked, config=config, load=partial(load_job, file, overrides), json_=json_
+            )
             return
         if provider.costs_money and not yes:
             _ask(count, on)
@@ -212,6 +224,20 @@ def _price_limit(max_price: float | None) -> float | None:
     if max_price is not None and not 0 < max_price < math.inf:
         raise UsageError(f"--max-price is {max_price:g}: use dollars per hour above 0")
     return max_price
+
+
+def _known_price(price: float | None, kinds: int) -> float | None:
+    """The value of --price. Raises UsageError unless it can be the price of one kind of machine."""
+    if price is None:
+        return None
+    if not 0 <= price < math.inf:
+        raise UsageError(f"--price is {price:g}: use dollars per hour of a machine, 0 or more")
+    if kinds > 1:
+        raise UsageError(
+            f"--price is {price:g}, and {kinds} kinds of machines may be used: leave it out, or name one --instance "
+            "and --zone, and --deadline without --spot"
+        )
+    return price
 
 
 def _check_affordable(provider: MachineProvider, order: LaunchOrder) -> None:
@@ -306,8 +332,33 @@ def _launch_name(job: str) -> str:
     return f"{label or 'job'}-{secrets.token_hex(3)}"
 
 
-def _print_dry_run(provider: MachineProvider, order: LaunchOrder, count: int, unchecked: str, *, json_: bool) -> None:
-    """Print what would be requested first: all machines of the cheapest kind."""
+def _lowest_prices(provider: MachineProvider, order: LaunchOrder) -> dict[Market, float]:
+    """Dollars per hour of the cheapest machine of each market whose price is known."""
+    found: dict[Market, float] = {}
+    for request in order.requests:
+        price = provider.price(request)
+        if price is not None:
+            found[request.market] = min(price, found.get(request.market, math.inf))
+    return found
+
+
+def _print_dry_run(
+    provider: MachineProvider,
+    order: LaunchOrder,
+    count: int,
+    unchecked: str,
+    *,
+    config: RunConfig,
+    load: Callable[[], Job],
+    json_: bool,
+) -> None:
+    """Print what would be requested first, all machines of the cheapest kind, and the odds of the limits."""
+    odds: dict[str, object] = {}
+    if config.deadline is not None or config.budget is not None:
+        from culm.cli.launching.launch_odds import odds_or_reason
+
+        odds, words = odds_or_reason(load, config, order, count, _lowest_prices(provider, order))
+        print(f"culm: {words}", file=sys.stderr)
     prices = [provider.price(request) for request in order.requests]
     best = min(range(len(prices)), key=lambda index: math.inf if prices[index] is None else prices[index] or 0.0)
     text = _manifest(provider, order, order.requests[best], count)
@@ -322,7 +373,8 @@ def _print_dry_run(provider: MachineProvider, order: LaunchOrder, count: int, un
     ]
     price = prices[best]
     cost = None if price is None else price * count
-    print(json.dumps({"provider": provider.name, "cost_per_h": cost, "offers": offers, "manifest": text}))
+    shown = {"provider": provider.name, "cost_per_h": cost, "offers": offers, "manifest": text}
+    print(json.dumps(shown | ({"odds": odds} if odds else {})))
 
 
 def _manifest(provider: MachineProvider, order: LaunchOrder, one: MachineRequest, count: int) -> str:
@@ -337,8 +389,9 @@ def _manifest(provider: MachineProvider, order: LaunchOrder, one: MachineRequest
         grace_s=order.grace_s,
         abandon_after_s=order.abandon_after_s,
         environment=order.environment,
+        prices=known_prices((each, provider.price(each)) for each in order.requests),
     )
-    return provider.manifest(spec, MachineRequest(count=count, instance=one.instance, market=one.market, zone=one.zone))
+    return provider.manifest(spec, msgspec.structs.replace(one, count=count))
 
 
 def _ask(count: int, on: str) -> None:

@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from culm.device.device_sums import NO_GPUS, find_obstacle
 from culm.errors import RunError, UsageError
 from culm.transport.frames import frame_codec
 from culm.transport.frames.connections import HANDSHAKE_S, InboundConnection, OutboundConnection, set_socket_options
@@ -179,8 +180,9 @@ class SocketTransport:
         if any(encrypts_host(self._encryption, member.rpartition(":")[0]) for member in members):
             from culm.transport.collectives.frame_group import FrameGroup
 
-            asked_for_device = "connections are encrypted, which NCCL's cannot be" if sums is not None else ""
-            group = FrameGroup(self, key, members, self._receive_without_polling, fallback_reason=asked_for_device)
+            has_gpu = sums is not None and find_obstacle([sums.support()]) != NO_GPUS
+            missed = "connections are encrypted, which NCCL's cannot be" if has_gpu else ""
+            group = FrameGroup(self, key, members, self._receive_without_polling, fallback_reason=missed)
             self._frame_groups.add(group)
             return group
         if sums is not None:
