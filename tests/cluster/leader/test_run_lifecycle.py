@@ -406,6 +406,17 @@ def test_a_resumed_run_ends_with_the_weights_of_an_undisturbed_one(tmp_path: Pat
     assert found.state_sha256 == simulate(job(steps=8), pipelines=2, stages=2).state_sha256
 
 
+def test_a_checkpoint_that_a_resume_has_passed_over_takes_no_place(tmp_path: Path) -> None:
+    """Its size is right, so that only the resume has noticed the damage."""
+    out = str(tmp_path)
+    simulate(job(steps=8), stages=2, out=out, checkpoint_every=2, keep_last=2)
+    assert committed(out) == [6, 8]
+    file = next(tmp_path.glob("checkpoints/step-00000008/*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    simulate(job(steps=10), stages=2, out=out, checkpoint_every=10, keep_last=2, resume=out)
+    assert committed(out) == [6, 10]
+
+
 def unbiased() -> nn.Module:
     return nn.Linear(WIDTH, WIDTH, bias=False)
 
