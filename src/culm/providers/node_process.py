@@ -193,8 +193,9 @@ def _run_worker(job: Job, order: StartNode, index: int, address: str, clock: Rea
         transport = _transport(order, look_out=_busy_wait_s(order.workers_on_host))
         try:
             K = order.workers_per_node
-            there = {"workers_per_node": K, "workers_on_host": order.workers_on_host}
-            await Worker(job, order.node * K + index, address, transport, clock, **there).run()
+            seams = (address, transport, clock)
+            there = order.workers_on_host
+            await Worker(job, order.node * K + index, *seams, workers_per_node=K, workers_on_host=there).run()
         finally:
             await transport.close()
 
