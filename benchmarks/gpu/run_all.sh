@@ -11,7 +11,7 @@
 # end all rows are in DIR/all.json.
 #
 # --full: as many rounds as published figures need; otherwise --quick. --cpu: try this script without a GPU.
-# Steps: facts traces nccl tests doctor, and the rows of `culm bench gpu`. Default: all, the most important first. Rows
+# Steps: facts streams traces nccl strategies doctor, and the rows of `culm bench gpu`. Default: all, the most important first. Rows
 # whose workers share a GPU use MPS slices, if nvidia-cuda-mps-control is there and works; tests and pauses run without
 # MPS, because there a process that is killed during a kernel ends all others. PYTHON: the interpreter, default python3.
 set -uo pipefail
@@ -32,8 +32,8 @@ while (($#)); do
     esac
     shift
 done
-((${#steps[@]})) || steps=(facts traces nccl 1f1b-4 pause-reroute zb-4 2x2 plain tests reroute 1f1b-2 1f1b-8 shadow
-    shadow-lazy zb-8 2x4 doctor pause-shadow large-4 large-8 plain-large)
+((${#steps[@]})) || steps=(facts streams traces nccl 1f1b-4 pause-reroute zb-4 2x2 plain reroute 1f1b-2 1f1b-8
+    strategies shadow shadow-lazy zb-8 2x4 doctor pause-shadow large-4 large-8 plain-large)
 
 mkdir -p "$out"
 out=$(realpath "$out")
@@ -104,14 +104,23 @@ print("culm", culm.__version__)
 PYTHON
 }
 
-# Gradient sums over NCCL, with and without a loss: the part that is most likely to differ between machines.
-nccl() {
-    "$python" -m pytest -q -rfEs --durations=5 -m gpu -p no:cacheprovider tests/runtime/test_gpu.py -k nccl
+run_tests() {
+    "$python" -m pytest -v -rfE --tb=short -m gpu -p no:cacheprovider "$@"
 }
 
-tests() {
-    "$python" -m pytest -q -rfEs --durations=5 -m gpu -p no:cacheprovider tests/device tests/runtime/test_gpu.py \
-        -k "not nccl"
+# Streams, slabs and page locks: what everything else is built on.
+streams() {
+    run_tests tests/device
+}
+
+# Gradient sums over NCCL, with and without a loss: the part that is most likely to differ between machines.
+nccl() {
+    run_tests tests/runtime/test_gpu.py -k "nccl_sums or (nccl and reroute)"
+}
+
+# A loss changes no bit, under every strategy and optimizer.
+strategies() {
+    run_tests tests/runtime/test_gpu.py -k "not (nccl_sums or (nccl and reroute))"
 }
 
 doctor() {
@@ -148,8 +157,9 @@ expected() {
     [[ -z $effort ]] && factor=4
     case $1 in
     facts) echo 20 60 ;;
-    nccl) echo 80 240 ;;
-    tests) echo 200 420 ;;
+    streams) echo 60 180 ;;
+    nccl) echo 110 300 ;;
+    strategies) echo 300 540 ;;
     doctor | traces) echo 60 180 ;;
     pause-*) echo 180 420 ;;
     *-8 | 2x4 | *large*) echo $((80 * factor)) $((240 * factor)) ;;
@@ -159,12 +169,12 @@ expected() {
 
 run_step() {
     case $1 in
-    facts | nccl | tests | doctor | traces) "$1" ;;
+    facts | streams | nccl | strategies | doctor | traces) "$1" ;;
     *) row "$1" ;;
     esac
 }
 
-export -f facts nccl tests doctor traces row run_step
+export -f facts run_tests streams nccl strategies doctor traces row run_step
 
 # Everything in one file.
 save() {
@@ -188,7 +198,7 @@ for step in "${steps[@]}"; do
     echo "== $step"
     before=$SECONDS
     case $step in
-    facts | nccl | tests | doctor | traces | plain* | pause-*) ;;
+    facts | streams | nccl | strategies | doctor | traces | plain* | pause-*) ;;
     *) start_mps ;;
     esac
     out=$out device=$device effort=$effort python=$python culm_words="${culm[*]}" timeout --kill-after=10 \

@@ -112,9 +112,9 @@ def test_sums_that_are_not_exact_survive_too(halts: list[bool]) -> None:
     assert any(halts)
 
 
-@pytest.mark.parametrize("pipelines", [1, 2])
+@pytest.mark.parametrize(("pipelines", "strategy"), [(2, "reroute"), (2, "shadow"), (1, "shadow")])
 def test_the_next_weights_do_not_wait_for_the_copies_of_sums_that_are_kept(
-    pipelines: int, monkeypatch: pytest.MonkeyPatch
+    pipelines: int, strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     under_way: list[bool] = []
     step_replica = OptimizerStep._step_replica
@@ -125,7 +125,7 @@ def test_the_next_weights_do_not_wait_for_the_copies_of_sums_that_are_kept(
         step_replica(self, step, *arguments)
 
     monkeypatch.setattr(OptimizerStep, "_step_replica", noted)
-    setup = msgspec.structs.replace(prepared_setup(pipelines, 2, "1f1b", "reroute", True), reduce="nccl")
+    setup = msgspec.structs.replace(prepared_setup(pipelines, 2, "1f1b", strategy, True), reduce="nccl")
     device = SimulatedDevice(times=SimulatedTimes(compute=(0.001, 0.002), copy=(0.2, 0.3)))
     run(setup, Faults(), device)
     assert any(under_way)

@@ -139,11 +139,12 @@ class CudaStreams:
         effect: the time would jump to the next timer meanwhile."""
         index = torch.cuda.current_device() if device.index is None else device.index
         device = self.device = torch.device("cuda", index)
-        streams = [torch.cuda.default_stream(device), torch.cuda.Stream(device), torch.cuda.Stream(device)]
+        streams = [torch.cuda.default_stream(device), *(torch.cuda.Stream(device) for _ in range(3))]
         self._streams = [CudaStream(device, stream, polls=polls) for stream in streams]
         self.compute: DeviceStream = self._streams[0]
         self.to_host: DeviceStream = self._streams[1]
         self.to_device: DeviceStream = self._streams[2]
+        self.to_host_later: DeviceStream = self._streams[3]
         self._polls, self._can_share = polls, True
         self.shared_memory: SharedHostMemory | None = SharedHostMemory(SharedChunks(), cuda_page_locker(device))
 

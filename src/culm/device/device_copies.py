@@ -61,15 +61,16 @@ class DeviceCopies:
         """Copies with what they read and write, in the order of their launch."""
         self._waits_for_readers = True
 
-    def to_host(self, tensors: Sequence[Tensor | None]) -> HostCopy:
-        """Queue a copy of tensors of the device into a slab, after what is queued on the compute stream now."""
+    def to_host(self, tensors: Sequence[Tensor | None], *, later: bool = False) -> HostCopy:
+        """Queue a copy of tensors of the device into a slab, after what is queued on the compute stream now. `later`:
+        it is large, and other copies are more urgent."""
         if self.is_synchronous:
             return HostCopy(tuple(tensors), COMPLETE)
         self._release_completed()
         sources = tuple(None if each is None else _without_gaps(each) for each in tensors)
         slab = self.pool.take(sources)
         copies = slab.tensors()
-        stream = self.streams.to_host
+        stream = self.streams.to_host_later if later else self.streams.to_host
         computed = self.streams.compute.record(timed=True)
         stream.wait_event(computed)
         for target, source in zip(copies, sources, strict=True):
@@ -207,7 +208,7 @@ class DeviceCopies:
         streams = self.streams
         try:
             async with asyncio.timeout(seconds):
-                for stream in (streams.compute, streams.to_device, streams.to_host):
+                for stream in (streams.compute, streams.to_device, streams.to_host, streams.to_host_later):
                     await stream.record().wait()
         except TimeoutError:
             raise DeviceFailed(
@@ -217,8 +218,8 @@ class DeviceCopies:
         self._release_completed()
 
     def _release_completed(self) -> None:
-        """Drop what complete copies hold. Copies of one direction complete in order; those of the other may wait a
-        little longer."""
+        """Drop what complete copies hold. Copies of one stream complete in order; those of the others may wait a little
+        longer."""
         while self._under_way and self._under_way[0][0].is_complete():
             self._under_way.popleft()
 

@@ -238,11 +238,13 @@ class SimulatedStreams:
             SimulatedStream(*common, computes=True),
             SimulatedStream(*common, computes=False),
             _ToDeviceStream(*common, computes=False),
+            SimulatedStream(*common, computes=False),
         )
         self._streams = streams
         self.compute: DeviceStream = streams[0]
         self.to_host: DeviceStream = streams[1]
         self.to_device: DeviceStream = streams[2]
+        self.to_host_later: DeviceStream = streams[3]
         self.sums: DeviceSums = SimulatedSums(self.compute)
 
     @property

@@ -61,12 +61,14 @@ class DeviceStream(Protocol):
 class DeviceStreams(Protocol):
     """The streams of one device.
 
-    `compute` is the stream that user code runs on. `to_host` and `to_device` carry copies beside it.
+    `compute` is the stream that user code runs on. `to_host` and `to_device` carry copies beside it, and `to_host_later`
+    large ones that nobody waits for: what is queued behind them on `to_host` would wait, too.
     """
 
     device: torch.device
     compute: DeviceStream
     to_host: DeviceStream
+    to_host_later: DeviceStream
     to_device: DeviceStream
     is_synchronous: bool
     """Whether work is done when the call that queues it returns. Then no copies are made at all."""
@@ -141,6 +143,7 @@ class HostStreams:
         self.device = torch.device("cpu")
         self.compute: DeviceStream = _HostStream()
         self.to_host: DeviceStream = self.compute
+        self.to_host_later: DeviceStream = self.compute
         self.to_device: DeviceStream = self.compute
         self.sums: DeviceSums = NoDeviceSums()
 

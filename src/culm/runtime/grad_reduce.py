@@ -32,6 +32,7 @@ class SegmentGradientReducer:
         """By segment and slots of its runners."""
         self._reduce_tasks: dict[tuple[int, int], asyncio.Task[None]] = {}
         """By step and segment."""
+        self._sending: set[asyncio.Task[None]] = set()
 
     async def join_groups(self) -> None:
         """Create a group with the runners of each segment: those of the plan and, where they differ, those of the
@@ -65,7 +66,7 @@ class SegmentGradientReducer:
 
     def close(self) -> None:
         """Cancel all reduces and leave the groups. Called when the epoch ends."""
-        for task in self._reduce_tasks.values():
+        for task in (*self._reduce_tasks.values(), *self._sending):
             task.cancel()
         for group in self._groups.values():
             group.close()
@@ -107,10 +108,25 @@ class SegmentGradientReducer:
         self._state.open_step(step).loaded_segments.add(g)
         self._store_reduced(step, g, reduced)
         receivers = self._receiver_slots(step, g, runners)
-        if receivers:
-            await reduced.event.wait()
+        if receivers and not reduced.event.is_complete():
+            sending = asyncio.create_task(self._send_when_copied(step, g, receivers))
+            self._sending.add(sending)
+            sending.add_done_callback(self._on_sent)
+            return
         for slot in receivers:
             self.send_reduced_gradient(step, g, slot)
+
+    async def _send_when_copied(self, step: int, g: int, receivers: Sequence[int]) -> None:
+        """Send a complete sum once it is in host memory. The step does not wait for that."""
+        frame = self._sum_frame(step, g)  # now: the step may be committed meanwhile
+        await self._state.open_step(step).reduced_gradients[g].event.wait()
+        for slot in receivers:
+            self._context.send(slot, step, reduced_frame_name(g), frame)
+
+    def _on_sent(self, task: asyncio.Task[None]) -> None:
+        self._sending.discard(task)
+        if not task.cancelled():
+            task.exception()  # of the device, which the next wait for it raises, too
 
     def _copy_sums(self, totals: Sequence[Tensor], metadata: Tensor) -> GradientSum:
         """What is kept of a sum that only this worker has a part in. On a device the sums are cloned there, because
@@ -122,7 +138,7 @@ class SegmentGradientReducer:
 
     def _queue_copies(self, sums: Sequence[Tensor], metadata: Tensor) -> GradientSum:
         """Copy sums to host memory, for which the step does not wait."""
-        copy = self._copies.to_host(sums)
+        copy = self._copies.to_host(sums, later=True)
         return GradientSum([value for value in copy.tensors if value is not None], metadata, copy.event)
 
     async def _all_reduce(self, group: Group, totals: Sequence[Tensor], metadata: Tensor) -> GradientSum:
@@ -166,10 +182,12 @@ class SegmentGradientReducer:
 
     def send_reduced_gradient(self, step: int, g: int, slot: int) -> None:
         """Send a complete sum to another holder of the segment."""
+        self._context.send(slot, step, reduced_frame_name(g), self._sum_frame(step, g))
+
+    def _sum_frame(self, step: int, g: int) -> list[Tensor]:
         total = self._state.open_step(step).reduced_gradients[g]
         stats = self._state.stats_for(step, g, self._context.segment(g))
-        frame = [*total.totals, total.metadata, *stats.statistics_template()]
-        self._context.send(slot, step, reduced_frame_name(g), frame)
+        return [*total.totals, total.metadata, *stats.statistics_template()]
 
     def send_missing_gradients(self, step: int) -> None:
         """In a recovery: send the complete sums that this worker was chosen to send to all holders that lack them."""
