@@ -178,8 +178,8 @@ def two_range_plans(step: TwoRangeStep) -> Iterator[Plan]:
 
 
 def two_range_step_s(step: TwoRangeStep) -> float:
-    """The shortest step time of `two_range_plans`, infinite if there is none. Fewer rules are tried for large steps, and
-    backwards are not merged: a run may be a little faster."""
+    """The shortest step time of `two_range_plans`, infinite if there is none. For a large step, fewer
+    rules are tried, and backwards are not merged: a run may be a little faster."""
     if not step.is_possible(step.micro_batches):
         return math.inf
     simple = _interleaved_order(step.stages, step.micro_batches)
