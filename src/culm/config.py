@@ -69,7 +69,8 @@ class RunConfig:
     """Seconds that a solver (OR-Tools) works on a better plan for the planned schedule while the run goes on, on one
     thread of the leader's node; 0: it does not. Default: 20, or 0 without OR-Tools."""
     ranges: int = 2
-    """Segments that a worker holds under the interleaved schedule."""
+    """Segments that a worker holds under the interleaved schedule, and may hold under planned: 1 keeps planned from
+    using two."""
     cuts: tuple[int, ...] | None = None
     """First layers of segments 1, 2, ...; default: chosen so that the slowest stage is as fast as possible."""
     profile: str | None = None

@@ -46,7 +46,7 @@ MIN_AUTO_GAIN = 0.02
 """`auto` leaves 1F1B only for a schedule whose predicted step is shorter by more than this share. Predictions from a
 profile are no more accurate than that, and 1F1B keeps the fewest activations."""
 
-MIN_RANGES_GAIN = 0.02
+MIN_RANGES_GAIN = 0.01
 """Two segments per worker have to shorten a step by more than this share: the run of an action has costs of its own,
 which the predictions do not know, and there are twice as many."""
 

@@ -24,11 +24,13 @@ from culm.schedule.plan_timing import action_costs, send_costs
 RANGES = 2
 """Segments of a worker."""
 
-MAX_ACTIONS = 60_000
+MAX_ACTIONS = 24_000
 """Steps in which a pipeline has more actions are not planned with two segments per worker."""
 
-_MAX_RULES_ACTIONS = 150_000
-"""Budget of scheduled actions over all rules: limits the planning time."""
+_PLAN_BUDGET = 150_000
+"""Budget of scheduled actions over all rules: limits the planning time to about two seconds."""
+_ESTIMATE_BUDGET = 15_000
+"""The same for an estimate, of which a table needs many."""
 
 _ROUNDING = 1e-9
 
@@ -76,8 +78,13 @@ class TwoRangeStep(TwoRanges):
     @classmethod
     def of(cls, ranges: TwoRanges, micro_batches: int, *, staggered: bool) -> TwoRangeStep:
         """A step of so many micro-batches per pipeline."""
-        parts = {"costs": ranges.costs, "activation": ranges.activation, "room": ranges.room}
-        return cls(**parts, micro_batches=micro_batches, staggered=staggered)
+        return cls(
+            costs=ranges.costs,
+            activation=ranges.activation,
+            room=ranges.room,
+            micro_batches=micro_batches,
+            staggered=staggered,
+        )
 
     @property
     def segments(self) -> int:
@@ -167,16 +174,16 @@ def two_range_plans(step: TwoRangeStep) -> Iterator[Plan]:
     simple = _interleaved_order(step.stages, step.micro_batches).plan
     if step.fits(simple):
         yield simple
-    yield _to_plan(step, _best_schedule(step).rows)
+    yield _to_plan(step, _best_schedule(step, _PLAN_BUDGET).rows)
 
 
 def two_range_step_s(step: TwoRangeStep) -> float:
-    """The shortest step time of `two_range_plans`, infinite if there is none. Backwards are not merged: where splitting
-    one costs time, a run is a little faster."""
+    """The shortest step time of `two_range_plans`, infinite if there is none. For a large step, fewer
+    rules are tried, and backwards are not merged: a run may be a little faster."""
     if not step.is_possible(step.micro_batches):
         return math.inf
     simple = _interleaved_order(step.stages, step.micro_batches)
-    best = _best_schedule(step).step_s(step, math.inf)
+    best = _best_schedule(step, _ESTIMATE_BUDGET).step_s(step, math.inf)
     if step.fits(simple.plan):
         best = min(best, _Schedule([], simple.with_costs(step.costs)).step_s(step, best))
     return best
@@ -188,8 +195,8 @@ def _interleaved_order(stages: int, micro_batches: int) -> RunnableOrder:
 
 
 @lru_cache(maxsize=64)
-def _best_schedule(step: TwoRangeStep) -> _Schedule:
-    """The schedule of the rule with the shortest step, of equals the first."""
+def _best_schedule(step: TwoRangeStep, budget: int) -> _Schedule:
+    """The schedule of the rule with the shortest step, of equals the first. At least two passes are made."""
     forward, inputs, weight = step.prices
     P, least = step.stages, 0.0
     for s in range(P):
@@ -202,7 +209,7 @@ def _best_schedule(step: TwoRangeStep) -> _Schedule:
     # orders that are found without these times are often shorter with them, too.
     variants = dict.fromkeys((replace(step.costs, send=0.0, split=0.0), step.costs, replace(step.costs, send=0.0)))
     passes = [(rule, costs) for rule in _RULES for costs in variants]
-    for rule, costs in passes[: max(1, _MAX_RULES_ACTIONS // actions)]:
+    for rule, costs in passes[: max(2, budget // actions)]:
         found = _list_schedule(step, rule, costs)
         seconds = found.step_s(step, best_s)
         if seconds < best_s * (1 - _ROUNDING):

@@ -226,7 +226,8 @@ def predict_shape_step_s(model: ShapeInputs, shape: PipelineShape, plan: Plan | 
     """Predicted seconds of a synchronous step, with the plan of the shape or with another `plan` for it."""
     cuts = tuple(first for first, _ in shape.segments[1:])
     planned = plan or Plan.from_text(shape.plan_text)
-    return time_plan(planned, plan_costs(model.layers, cuts, len(shape.depths), model.links)).makespan
+    costs = plan_costs(model.layers, cuts, len(shape.depths), model.links, planned.stages)
+    return time_plan(planned, costs).makespan
 
 
 def best_depths(model: ShapeInputs, nodes: int, *, spare_pipelines: int = 1) -> Depths:

@@ -55,7 +55,7 @@ class ScheduledStep:
     @cached_property
     def costs(self) -> Costs:
         """Costs of the segments, with the overhead of splitting a backward."""
-        costs = plan_costs(self.layers, self.cuts, self.pipelines, self.links)
+        costs = plan_costs(self.layers, self.cuts, self.pipelines, self.links, self.stages)
         return replace(costs, split=split_overheads(self.layers, self.cuts))
 
     @cached_property
@@ -92,7 +92,8 @@ class ScheduledStep:
         if cuts is None:
             return None
         costs = replace(
-            plan_costs(self.layers, cuts, self.pipelines, self.links), split=split_overheads(self.layers, cuts)
+            plan_costs(self.layers, cuts, self.pipelines, self.links, self.stages),
+            split=split_overheads(self.layers, cuts),
         )
         micros = -(-self.micro_batches // self.pipelines)
         return two_range_memory(

@@ -26,12 +26,15 @@ def segment_costs(layers: Sequence[LayerCost], cuts: Cuts) -> tuple[tuple[float,
     )
 
 
-def plan_costs(layers: Sequence[LayerCost], cuts: Cuts, pipelines: int, links: NodeLinks | None = None) -> Costs:
+def plan_costs(
+    layers: Sequence[LayerCost], cuts: Cuts, pipelines: int, links: NodeLinks | None = None, stages: int | None = None
+) -> Costs:
     """Costs of each segment, with the sends over its boundaries and the reduction over the pipelines, but without the
-    overhead of splitting a backward. `links`: None where they are not known: then all have DEFAULT_BANDWIDTH."""
+    overhead of splitting a backward. `stages`: if there are fewer of them than segments. `links`: None where they are
+    not known: then all have DEFAULT_BANDWIDTH."""
     segments = segment_layers(layers, cuts)
     if links is not None:
-        return replace(stage_costs([tuple(each) for each in segments], pipelines, links), split=0.0)
+        return replace(stage_costs([tuple(each) for each in segments], pipelines, links, stages), split=0.0)
     forward, inputs, weight = zip(*segment_costs(layers, cuts), strict=True)
     bandwidth = DEFAULT_BANDWIDTH
     ring = 2 * (pipelines - 1) / pipelines / bandwidth
