@@ -22,7 +22,7 @@ from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from culm.errors import JobError
-from culm.hf.hf_adapters import reset_adapter
+from culm.hf.hf_adapters import name_before_adapter, reset_adapter
 from culm.hf.hf_skeleton import (
     AbsentForward,
     BlockCall,
@@ -78,7 +78,7 @@ class HfModel:
     def stored_name(self, name: str) -> str | None:
         """The name under which the source has a tensor; None if it has to be initialised."""
         names = (name, *self.aliases.get(name, ()))
-        plain = tuple(n.replace(".base_layer.", ".") for n in names)  # stored before an adapter was added
+        plain = tuple(map(name_before_adapter, names))
         return next((n for n in (*names, *plain) if self.source.has(n)), None)
 
     def modules_of(self, place: tuple[int, int | None]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from culm.errors import JobError
-from culm.hf.hf_adapters import adapter_files, add_adapter
+from culm.hf.hf_adapters import ADAPTER_NAMES, adapter_files, add_adapter
 from culm.hf.hf_batches import Collate
 from culm.hf.hf_layers import HfModel, Router
 from culm.hf.hf_losses import Classification, CrossEntropy
@@ -85,7 +85,8 @@ def parts(
     _freeze(skeleton, freeze)
     names = _input_names(skeleton, inputs)
     found = _cut(skeleton, source, names, task)
-    _report_missing(found, folder)
+    new = json.loads(adapters[ADAPTER_NAMES]).values() if adapter is not None else ()
+    _report_missing(found, folder, frozenset(new))
     fields: dict[str, Any] = {
         "layers": found.layers,
         "loss": _loss(skeleton, task, found.router),
@@ -313,12 +314,13 @@ def _tied(model: HfModel) -> list[tuple[str, ...]]:
     return [tuple(names) for names in groups.values() if len(names) > 1]
 
 
-def _report_missing(model: HfModel, folder: Path | None) -> None:
+def _report_missing(model: HfModel, folder: Path | None, new: Set[str]) -> None:
+    """`new`: tensors of an adapter that was added, which no folder has."""
     if folder is None:
         return
     for factory in model.layers:
         for name in factory.tensor_names():
-            if model.stored_name(name) is None:
+            if name not in new and model.stored_name(name) is None:
                 _log.warning("%s is not in %s: it is newly initialised", name, folder)
     for name in getattr(model.source, "unused", ()):
         _log.warning("%s in %s is not used: the model has no such tensor", name, folder)
