@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _MAX_REJOINS_OF_MACHINE = 20
 """How often a machine rejoins: a worker that fails this often will fail again."""
+_RESULT_TIMEOUT_S = 5.0
 
 
 class RunParticipant:
@@ -65,6 +66,7 @@ class RunParticipant:
         """How many nodes the run should have."""
         self._end = ""
         """Why the run has ended, as the end of a sentence."""
+        self._has_ended = asyncio.Event()
 
     async def run(self, path: tuple[str, ...]) -> None:
         """Join the run, and rejoin as a new node after every loss. `path`: sys.path for the import of the job.
@@ -79,6 +81,8 @@ class RunParticipant:
             watching = asyncio.create_task(self._report(self._node or 0))
             try:
                 status = (await self._provider.wait_for_exit()).status
+                if status == 0 and not self._leaving:
+                    await self._wait_for_end()
             finally:
                 watching.cancel()
                 await asyncio.gather(watching, return_exceptions=True)
@@ -89,6 +93,12 @@ class RunParticipant:
                 raise RunError(f"node {self._node} ended with status {status}: see its output above")
             self._print(f"the run went on without node {self._node}: this machine rejoins as a new node")
         raise RunError(f"this machine was lost {_MAX_REJOINS_OF_MACHINE} times: see the output of its worker")
+
+    async def _wait_for_end(self) -> None:
+        """Wait a moment for the reason of the end, which the node may have seen before this process."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_RESULT_TIMEOUT_S):
+                await self._has_ended.wait()
 
     async def _report(self, node: int) -> None:
         """Report what a node waits for, the layers that it holds, and how the run has ended."""
@@ -114,6 +124,7 @@ class RunParticipant:
                 if key == "result" and value is not None:
                     result = decode_result(value)
                     self._end = f": the run has ended: {result.message}" if result.error else ": the run has ended"
+                    self._has_ended.set()
                     return
 
     async def _report_layers(self, store: Store, node: int, waiting: asyncio.Task[None]) -> None:

@@ -152,8 +152,7 @@ def launch(
                 print_dry_run(place, file, arguments)
             if dry_run:
                 return
-            if asks:
-                _ask(count, on)
+            _ask(count, on, answered=not asks)
             place = launch_on_head(place, file, arguments)
             show_launched(place, detach=detach, quiet=quiet, json_=json_)
             return
@@ -187,13 +186,13 @@ def launch(
         if not quiet or dry_run:
             console.print(offer_table(provider, order.requests, count))
         _check_affordable(provider, order)
+        _warn_of_own_disks(provider, config.out)
         if dry_run:
             _print_dry_run(
                 provider, order, count, unchecked, config=config, load=partial(load_job, file, overrides), json_=json_
             )
             return
-        if provider.costs_money and not yes:
-            _ask(count, on)
+        _ask(count, on, answered=yes or not provider.costs_money)
         resources = find_resources(config, file)
         source = JobSource(reference=file, overrides=overrides, path=tuple(sys.path))
         display = make_display(console, quiet=quiet)
@@ -255,6 +254,16 @@ def _check_affordable(provider: MachineProvider, order: LaunchOrder) -> None:
     if all(request.market == "on-demand" for request in order.requests):
         raise UsageError(f"{words}: allow more, or use --spot")
     print(f"culm: warning: {words} now: none is started before a price falls", file=sys.stderr)
+
+
+def _warn_of_own_disks(provider: MachineProvider, out: str | None) -> None:
+    """Warn before money is spent for a run that cannot save: machines of clouds rarely share a folder."""
+    if provider.costs_money and out is not None and "://" not in out:
+        print(
+            f"culm: warning: --out is {out!r}, a folder that all machines on {provider.name} must share at this path: "
+            "name a bucket, as in s3://bucket/runs/a, if they share none",
+            file=sys.stderr,
+        )
 
 
 def _instances(
@@ -394,8 +403,10 @@ def _manifest(provider: MachineProvider, order: LaunchOrder, one: MachineRequest
     return provider.manifest(spec, msgspec.structs.replace(one, count=count))
 
 
-def _ask(count: int, on: str) -> None:
+def _ask(count: int, on: str, *, answered: bool) -> None:
     """Ask whether to spend money. Raises UsageError if the answer is not yes."""
+    if answered:
+        return
     if not sys.stdin.isatty():
         raise UsageError(f"--on {on} costs money, and there is no terminal to ask on: add --yes")
     if not typer.confirm(f"start {count} machines on {on}?", default=False):

@@ -261,7 +261,10 @@ def dump_yaml(value: Any) -> str:
     yaml = import_yaml()
 
     class Dumper(yaml.SafeDumper):  # type: ignore[misc, name-defined]
-        """Writes strings of several lines as they are."""
+        """Writes strings of several lines as they are, and names what is used several times."""
+
+        def generate_anchor(self, node: Any) -> str:
+            return str(super().generate_anchor(node)).replace("id", "machine-")
 
     def represent(dumper: Any, text: str) -> Any:
         return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)

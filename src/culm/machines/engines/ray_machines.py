@@ -51,9 +51,15 @@ _LINGER_S = 60.0
 class RayAgent:
     """The actor: starts one agent, and ends it when the actor ends."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(self) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - no file is left when the actor is killed
         self._notice = tempfile.TemporaryFile("w")  # noqa: SIM115 - the same
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_started = threading.Event()
+        threading.Thread(target=self._end_after_agent, daemon=True).start()
+
+    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start the agent. Not done by the constructor: Ray keeps the arguments of that, which contain the token."""
         notice_file = f"/proc/{os.getpid()}/fd/{self._notice.fileno()}"
         program = shutil.which(command[0]) or command[0]
         wrapper = [sys.executable, die_with_parent.__file__, str(os.getpid()), program, *command[1:]]
@@ -65,28 +71,30 @@ class RayAgent:
             stderr=self._log,
             start_new_session=True,
         )
-        threading.Thread(target=self._end_after_agent, daemon=True).start()
+        self._is_started.set()
 
     def _end_after_agent(self) -> None:
         """End the actor when nobody needs it any more: it holds resources of its node."""
-        self._process.wait()
-        time.sleep(_LINGER_S)
+        if self._is_started.wait(_LINGER_S) and self._process is not None:
+            self._process.wait()
+            time.sleep(_LINGER_S)
         os._exit(0)
 
     def poll(self) -> tuple[int | None, str]:
         """(exit status of the agent; None: it runs, the end of its log)."""
-        status = self._process.poll()
+        status = None if self._process is None else self._process.poll()
         return status, "" if status is None else log_end(Path(f"/proc/self/fd/{self._log.fileno()}"))
 
     def drain(self, notice_s: float) -> None:
         """Give the agent a notice of so many seconds."""
         self._notice.write(f"{notice_s:g}")
         self._notice.flush()
-        self._process.send_signal(signal.SIGTERM)
+        if self._process is not None:
+            self._process.send_signal(signal.SIGTERM)
 
     def end(self) -> None:
         """End the agent at once."""
-        if self._process.poll() is None:
+        if self._process is not None and self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
@@ -203,7 +211,8 @@ class RayMachines:
         on_node = NodeAffinitySchedulingStrategy(node, soft=False)
         options = {"max_restarts": 0, "name": id_, "lifetime": "detached", "scheduling_strategy": on_node}
         options |= self._actor_options()
-        actor = ray.remote(RayAgent).options(**options).remote(spec.agent_command(request), environment)
+        actor = ray.remote(RayAgent).options(**options).remote()
+        actor.start.remote(spec.agent_command(request), environment)
         self._machines[id_] = RayMachine(actor, node, time.time())
         return id_
 
