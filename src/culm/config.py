@@ -85,11 +85,11 @@ class RunConfig:
     preemption_rate: float = 0.1
     """Share of the nodes expected to be preempted per hour; auto and the checkpoint interval depend on it."""
     out: str | None = None
-    """Folder or URL for the files of the run; it must not exist or be empty."""
+    """Folder or URL for the files of the run: a new one, or an empty one."""
     resume: str | None = None
     """Folder or URL of a run to continue from its newest checkpoint."""
     checkpoint_every: int = 0
-    """Steps between two checkpoints; 0: one at the end, or as the strategy needs."""
+    """Steps between two checkpoints. 0: one every few minutes, or as the strategy needs, and one at the end."""
     keep_last: int = 2
     """Number of checkpoints to keep."""
     restart: RestartMode = "warm"
@@ -385,7 +385,7 @@ def _check_known(field: str, value: str, choices: Iterable[str]) -> None:
     if value not in names:
         close = difflib.get_close_matches(str(value).lower(), names, n=1)
         hint = f"did you mean {close[0]}?" if close else f"use {' or '.join(names)}"
-        raise UsageError(f"this version has no {option_name(field)} {value!r}: {hint}")
+        raise UsageError(f"there is no {option_name(field)} {value!r}: {hint}")
 
 
 def _check_at_least(least: int, field: str, value: object) -> None:

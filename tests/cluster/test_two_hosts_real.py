@@ -114,7 +114,7 @@ def two_hosts(folder: Path, *shape: str, slow_ms: int = 0) -> Iterator[tuple[Lab
         )
         far = Command(lab, "far", "agent", "--etcd", url, "--job", "napping", "--zone", "far")
         try:
-            run.hear("step 1/")
+            run.hear("steps 1/")
             yield lab, run, far
         finally:
             far.close()

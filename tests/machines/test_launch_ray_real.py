@@ -36,7 +36,7 @@ def test_a_removed_node_is_replaced_by_an_added_one_and_the_weights_are_those_of
     options = ["--on", "ray", "--option", f"address={cluster.address}", "--program", culm_program]
     options += ["--nodes", "2", "--pipelines", "2", "--suspect-after", "2", "--address", "127.0.0.1"]
     with launched_job(tmp_path, *options) as launched:
-        launched.wait_for("step 1/")
+        launched.wait_for("steps 1/")
         cluster.remove_node(first, allow_graceful=False)
         launched.wait_for("is gone: its node or actor was lost")
         launched.wait_for("1 machine could not be had")
@@ -55,7 +55,7 @@ def test_what_a_killed_supervisor_has_left_is_listed_and_ended(tmp_path: Path, c
         cluster.add_node(num_cpus=1)
     options = ["--on", "ray", "--option", f"address={cluster.address}", "--program", culm_program]
     with launched_job(tmp_path, *options, "--nodes", "2", "--pipelines", "2", "--address", "127.0.0.1") as launched:
-        launched.wait_for("step 1/")
+        launched.wait_for("steps 1/")
         record = next((launched.home / "launches").glob("*/launch.json"))
         os.kill(json.loads(record.read_text())["pid"], signal.SIGKILL)
         assert launched.process.wait(60) == 1, launched.output

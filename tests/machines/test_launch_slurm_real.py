@@ -27,7 +27,7 @@ def test_elements_that_slurm_takes_away_are_replaced_and_the_weights_are_those_o
             monkeypatch.setenv(name, value)
         options = ["--on", "slurm", "--nodes", "2", "--pipelines", "2", "--suspect-after", "2", "--grace", "5"]
         with launched_job(tmp_path, *options, "--address", "127.0.0.1") as launched:
-            launched.wait_for("step 1/")
+            launched.wait_for("steps 1/")
             job = slurm.run("squeue", "--noheader", "--format=%F").split()[0]
             slurm.run("scancel", f"{job}_1")
             launched.wait_for(f"machine {job}_1.0 is gone")
@@ -53,7 +53,7 @@ def test_a_preempted_job_hands_over_within_its_grace_time(tmp_path: Path, monkey
         for name, value in slurm.environment.items():
             monkeypatch.setenv(name, value)
         with launched_job(tmp_path, "--on", "slurm", "--nodes", "2", "--pipelines", "2", *LOCAL) as launched:
-            launched.wait_for("step 1/")
+            launched.wait_for("steps 1/")
             command = [
                 "sbatch",
                 "--parsable",

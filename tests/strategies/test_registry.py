@@ -89,8 +89,8 @@ def test_an_object_of_a_module_is_a_strategy_with_parameters(module: str) -> Non
         ("{}:number", "is of type int: use a subclass of culm.strategies.Strategy"),
         ("folder/{}.py:Mine", "name the module instead of its file, as in {}:Mine, and run in its folder"),
         ("{}:NeedsArguments", "its constructor has to work without arguments"),
-        ("reruote", "this version has no --strategy 'reruote': did you mean reroute?"),
-        ("hope", "this version has no --strategy 'hope': use auto or none or"),
+        ("reruote", "there is no --strategy 'reruote': did you mean reroute?"),
+        ("hope", "there is no --strategy 'hope': use auto or none or"),
     ],
 )
 def test_what_is_no_strategy_is_refused_in_one_sentence(module: str, reference: str, sentence: str) -> None:

@@ -59,7 +59,7 @@ _SECTIONS: Mapping[str, Mapping[str, _CommandEntry]] = {
     },
     "Several machines": {
         "launch": _CommandEntry("launching.launch_command", "launch", "Train on machines that culm starts and ends."),
-        "list": _CommandEntry("launching.list_command", "list_launches", "List launches that may still have machines."),
+        "list": _CommandEntry("launching.list_command", "list_launches", "List running jobs and launches."),
         "down": _CommandEntry("launching.down_command", "down", "End a launch and everything that it started."),
         "head": _CommandEntry("running.head_command", "app", "Start a store for a run, and print its token."),
         "agent": _CommandEntry("running.agent_command", "agent", "Join a run from this machine."),

@@ -116,6 +116,8 @@ def prepare_run(
             "; Job.data has no state_dict: after a loss or a resume the stream is read again from its beginning, add "
             "state_dict and load_state_dict to it"
         )
+    elif not isinstance(job.data, Stream) and len(job.data) < job.global_batch:
+        why += f"; Job.data has {len(job.data)} items for a global_batch of {job.global_batch}: each step repeats items"
     why += "".join(f"; checkpoint {step} was passed over: {reason}" for step, reason in rejected)
     earlier = earlier_rentals(config.resume) if config.resume else ()
     _check_budget(config, earlier, pipelines * stages // config.workers_per_node)

@@ -83,6 +83,8 @@ class StartNode(msgspec.Struct, frozen=True, tag="start"):
     """Number of workers on this machine."""
     workers_per_node: int = 1
     run: int = 0
+    title: str = ""
+    """The name of the job in process titles; empty: as in the store."""
     kills: tuple[str, ...] = ()
     """Kills that the nodes of the run inject themselves."""
     zone: str = ""

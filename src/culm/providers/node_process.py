@@ -56,7 +56,7 @@ def run_node(job: Job, command: StartNode, process_table: ProcessTable) -> None:
     _set_malloc_options({_M_ARENA_MAX: _MAX_ARENAS})
     clock = RealClock(KillInjector(command.kills, process_table))
     hooks = HookProcess(job) if command.runs_hooks else None
-    set_process_title("agent", command.store.job, command.node)
+    set_process_title("agent", command.title or command.store.job, command.node)
 
     def worker_main(index: int, address: str) -> None:
         _run_worker(job, command, index, address, clock)
@@ -182,7 +182,7 @@ def _print_warning(node: int, sentence: str) -> None:
 def _run_worker(job: Job, order: StartNode, index: int, address: str, clock: RealClock) -> None:
     import torch
 
-    set_process_title("worker", order.store.job, order.node)
+    set_process_title("worker", order.title or order.store.job, order.node)
     # Only the fork server needs the NVML check: it takes milliseconds, and optimizers ask for GPUs in every step.
     os.environ.pop(NVML_CHECK_VARIABLE, None)
     if job.device == "cpu":

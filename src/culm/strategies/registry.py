@@ -61,7 +61,7 @@ def get(name: str) -> Strategy:
     if ":" not in str(name):
         close = difflib.get_close_matches(str(name).lower(), known_names(), n=1)
         hint = f"did you mean {close[0]}?" if close else f"use {' or '.join(known_names())}, or module:Class"
-        raise UsageError(f"this version has no --strategy {name!r}: {hint}")
+        raise UsageError(f"there is no --strategy {name!r}: {hint}")
     _imported[name] = _import_strategy(name)
     return _imported[name]
 

@@ -242,7 +242,7 @@ def test_the_message_for_a_lost_node_names_the_step_and_how_to_resume(tmp_path: 
     with pytest.raises(NodeLost) as caught:
         simulate(job(steps=10**6), stages=2, out=str(tmp_path), checkpoint_every=2, script=script)
     assert str(caught.value) == (
-        "node 1 was lost in step 3 and no other node holds its layers (strategy none): "
+        "node 1 was lost in step 3 and strategy none survives no loss (on several nodes, auto chooses one that does): "
         f"resume it with --resume {tmp_path}"
     )
     with pytest.raises(NodeLost, match=f"in step 3 .*: resume it with --resume {tmp_path}"):

@@ -459,4 +459,4 @@ async def _cancel_and_wait(*tasks: asyncio.Future[Any]) -> None:
 
 def _leader_lost_message(node: str, setup: RunSetup) -> str:
     saved = f"resume it with --resume {setup.out} if it had a checkpoint" if setup.out else "nothing of it was saved"
-    return f"node {node}, the leader, was lost and no other node holds its layers (strategy {setup.strategy}): {saved}"
+    return f"node {node}, the leader, was lost and {setup.why_losses_are_final}: {saved}"

@@ -678,11 +678,9 @@ class LeaderState:
 
     def node_lost_error(self, node: int) -> NodeLost:
         """The error that ends the run when a node is lost for good."""
-        saved = self._newest_checkpoint_folder()
-        return NodeLost(
-            f"node {node} was lost in step {self.ledger.next_step} and no other node holds its layers (strategy "
-            f"{self.setup.strategy}): " + (f"resume it with --resume {saved}" if saved else "it had no checkpoint yet")
-        )
+        saved, why = self._newest_checkpoint_folder(), self.setup.why_losses_are_final
+        fix = f"resume it with --resume {saved}" if saved else "it had no checkpoint yet"
+        return NodeLost(f"node {node} was lost in step {self.ledger.next_step} and {why}: {fix}")
 
     def all_nodes_left_error(self) -> NodeLost:
         """The error that ends the run when every node has notice."""
