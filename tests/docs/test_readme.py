@@ -17,7 +17,7 @@ from tests.docs.markdown import ROOT, CodeBlock, code_blocks
 
 import culm
 
-LIMIT_S = 300
+LIMIT_S = 1200
 LANGUAGES = ("sh", "python", "text")
 NOT_RUN = {
     "installs packages from the network",

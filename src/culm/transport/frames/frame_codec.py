@@ -252,7 +252,7 @@ def to_gapless_cpu(tensor: Tensor) -> Tensor:
             f"a tensor of {tensor.dtype}, {tensor.layout} on {tensor.device} cannot be sent: "
             "layers must pass dense tensors to each other"
         )
-    local = tensor.detach().cpu()
+    local = tensor.detach() if tensor.is_cpu else tensor.detach().cpu()
     if local.is_complex() or local.is_neg():
         local = local.resolve_conj().resolve_neg()  # lazy conjugation and negation are not in the bytes
     return local if _is_gapless(local) else local.contiguous()
