@@ -229,6 +229,9 @@ class SimulatedFleet:
                     step,
                     now,
                     counts=counts,
+                    grad_norm=1.0,
+                    busy_s=0.1,
+                    actions={f"{slot % STAGES}{kind}": MICRO_BATCHES for kind in "FIW"},
                     loss_sum=1.0 if slot % STAGES == last else None,
                     weight_sum=float(micro_batches) if slot % STAGES == last else None,
                 )

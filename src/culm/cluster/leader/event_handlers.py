@@ -89,6 +89,9 @@ class EventHandlers:
         match event:
             case messages.StepReport() | messages.EvaluationReport():  # first: one of each worker in every step
                 yield from self._handle_step_report(event)
+            case messages.ReportBundle(reports):
+                for report in reports:
+                    yield from self._handle_step_report(report)
             case Started():
                 yield from self._start(event)
             case ErrorRaised():

@@ -157,9 +157,8 @@ class Leader:
         self._cost_write: asyncio.Task[None] | None = None
 
     def receive(self, message: messages.Message) -> None:
-        """Put a message into the inbox. Step reports that were collected are handled one by one."""
-        for each in message.reports if isinstance(message, messages.ReportBundle) else (message,):
-            self.inbox.put_nowait(each)
+        """Put a message into the inbox."""
+        self.inbox.put_nowait(message)
 
     async def run(self) -> None:
         """Lead until the result is in the store. A result that is there already is kept."""
