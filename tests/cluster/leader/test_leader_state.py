@@ -465,6 +465,18 @@ def test_a_log_with_other_times_shows_the_first_difference(tmp_path: Path) -> No
     assert "WriteEvent" in difference.entry.names
 
 
+def test_a_damaged_log_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    run_with_faults(faulty_job(), Faults(), pipelines=2, stages=2, strategy="reroute", out=str(tmp_path))
+    (path,) = tmp_path.glob(input_log.FILE_PATTERN)
+    body = bytearray(path.read_bytes())
+    at = body.index(b"\xa3now", len(body) // 2) + 1
+    body[at] ^= 0x01  # in the name of a field
+    path.write_bytes(body)
+    replayed = CliRunner().invoke(app, ["replay", str(tmp_path)])
+    assert replayed.exit_code == 2
+    assert f"culm: {path} is damaged at event " in replayed.output
+
+
 def test_a_full_log_keeps_its_beginning(tmp_path: Path) -> None:
     run_with_faults(faulty_job(), Faults(), pipelines=2, stages=2, strategy="reroute", out=str(tmp_path))
     (path,) = tmp_path.glob(input_log.FILE_PATTERN)
