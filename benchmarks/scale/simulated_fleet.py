@@ -8,6 +8,7 @@ measured time. Processor time is that of this process, all threads together.
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -181,7 +182,10 @@ class SimulatedFleet:
         self._leading: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Start the leader, let all nodes join, and bring the first epoch to its first step."""
+        """Start the leader, let all nodes join, and bring the first epoch to its first step. As on a real node, the
+        garbage collection does not look through torch and the job."""
+        gc.collect()
+        gc.freeze()
         self._leading = asyncio.create_task(self.leader.run())
         for node in range(self.nodes):
             self.store.write(f"nodes/{node}", encode(_record(node)), f"{node}")
@@ -229,6 +233,9 @@ class SimulatedFleet:
                     step,
                     now,
                     counts=counts,
+                    grad_norm=1.0,
+                    busy_s=0.1,
+                    actions={f"{slot % STAGES}{kind}": MICRO_BATCHES for kind in "FIW"},
                     loss_sum=1.0 if slot % STAGES == last else None,
                     weight_sum=float(micro_batches) if slot % STAGES == last else None,
                 )
@@ -316,6 +323,7 @@ class SimulatedFleet:
         if self._leading is not None:
             self._leading.cancel()
             await asyncio.gather(self._leading, return_exceptions=True)
+        gc.unfreeze()
 
 
 def inventories_at(plan: Plan, step: int, progress: float) -> dict[int, WorkerInventory]:

@@ -28,7 +28,10 @@ from culm.cluster.leader.events import (
     NodeEvicted,
     PlannedEpoch,
     PlanRecovery,
+    PlanReshape,
     ProbeWorkers,
+    ReshapeDecided,
+    ReshapeVerdict,
     ReturnTimer,
     SendMessage,
     SendToAll,
@@ -37,7 +40,7 @@ from culm.cluster.leader.events import (
     WriteEvent,
     WriteStep,
 )
-from culm.cluster.leader.leader_state import JobFacts, LeaderState
+from culm.cluster.leader.leader_state import JobFacts, LeaderState, is_planning
 from culm.cluster.leader.next_epoch import recovery_epoch
 from culm.cluster.leader.output import input_log
 from culm.cluster.leader.output.hook_runner import HookResult
@@ -53,6 +56,8 @@ from culm.testing import Faults
 from culm.testing.chaos import make_job
 
 NODES = 4
+LAYERS = {0: (0, 1), 1: (2, 3)}
+"""By stage."""
 IMPURE = {"asyncio", "time", "os", "threading", "subprocess", "socket", "pathlib", "random"}
 SHELL = {"culm.cluster.leader.output.hook_runner", "culm.cluster.leader.stored_snapshot"}
 """Modules of which the state machine takes the messages, and which contain the code that sends them as well."""
@@ -66,8 +71,8 @@ def hook_steps(instructions: list[Instruction]) -> list[int]:
 class Driver:
     """Feeds events to a LeaderState and answers its calls with True or nothing, except plans."""
 
-    def __init__(self, gate: StepGate = "open") -> None:
-        setup = prepare_run(job(steps=9), RunConfig(pipelines=2, stages=2, strategy="reroute"))
+    def __init__(self, gate: StepGate = "open", steps: int = 9) -> None:
+        setup = prepare_run(job(steps=steps), RunConfig(pipelines=2, stages=2, strategy="reroute"))
         setup = msgspec.structs.replace(setup, gate=gate)
         self.state, self.now, self.plans = (
             LeaderState(JobFacts(False, 2, EvaluationInterval()), setup, 0, "agent-0", 0.0),
@@ -91,10 +96,10 @@ class Driver:
         self.state.validate(event)  # type: ignore[arg-type]
         while found and isinstance(found[-1], Call):
             call = found[-1]
-            if isinstance(call.body, PlanRecovery):
+            if is_planning(call):
                 self.plans.append(call)
                 break
-            nothing = isinstance(call.body, CommitCheckpoint | DecideReshape)
+            nothing = isinstance(call.body, CommitCheckpoint)
             if isinstance(call.body, ProbeWorkers):
                 self.probed.append(call.body.addresses)
             result = EndedWorkers(self.ended) if isinstance(call.body, ProbeWorkers) else None if nothing else True
@@ -127,12 +132,14 @@ class Driver:
         action = messages.FailedAction(1, 1, "1F0", "RuntimeError", error)
         return self.feed(messages.FailureReport(node, "LayerFailed", error, "", action=action))
 
-    def report(self, *nodes: int) -> None:
-        """These workers leave the epoch; each holds the initial weights of its stage."""
+    def report(self, *nodes: int, step: int = 1) -> None:
+        """These workers leave the epoch; each holds the weights of its stage for a step."""
         halt = self.state.handlers.epoch_change.halt_in_progress
         assert halt is not None
         for node in nodes:
-            held = WorkerInventory(rebuild_epoch=1, weight_versions={node % 2: 1})
+            held = WorkerInventory(
+                rebuild_epoch=1, weight_versions={node % 2: step}, layers_by_step={step: LAYERS[node % 2]}
+            )
             self.feed(messages.HaltReport(node, halt.next_number, held))
 
 
@@ -141,6 +148,19 @@ def test_a_node_lost_while_the_next_epoch_is_planned_restarts_the_halt_and_the_p
     leader.lose(3)
     leader.report(0, 1, 2)
     assert (leader.state.phase, len(leader.plans)) == (Phase.DECIDING, 1)
+    leader.lose(2)
+    assert leader.state.phase == Phase.HALTING
+    assert leader.feed(Completed(leader.plans[0].number, True)) == []
+
+
+def test_a_node_lost_while_another_shape_is_planned_restarts_the_halt() -> None:
+    leader = WaitingNode()
+    leader.feed(ReshapeDecided(1, VERDICT))
+    while leader.state.phase != Phase.HALTING:
+        leader.commit_next()
+    leader.report(0, 1, 2, 3, step=leader.next_step)
+    assert (leader.state.phase, len(leader.plans)) == (Phase.DECIDING, 1)
+    assert isinstance(leader.plans[0].body, PlanReshape)
     leader.lose(2)
     assert leader.state.phase == Phase.HALTING
     assert leader.feed(Completed(leader.plans[0].number, True)) == []
@@ -165,6 +185,51 @@ def test_events_wait_while_the_next_epoch_is_planned() -> None:
     beat = messages.Heartbeat(0, 1, 7, 2.5)
     assert leader.feed(beat) == []
     assert leader.state.slowest_action_s == 0.0
+
+
+def decided_layouts(instructions: list[Instruction]) -> list[str]:
+    """The layouts of drains that begin."""
+    events = [each.event for each in instructions if isinstance(each, WriteEvent)]
+    return [event["layout"] for event in events if event["kind"] == "drain"]
+
+
+class WaitingNode(Driver):
+    """A cluster with a node more than it has slots, in which the policy has been asked for another shape."""
+
+    def __init__(self) -> None:
+        super().__init__(steps=40)
+        self.feed(KeyChanged("nodes/4", encode(NodeRecord(4, "agent-4", ("worker-4",), "kind"))))
+        self.next_step, self.asked = 0, list[DecideReshape]()
+        while not self.asked:
+            self.asked = [each for each in self.commit_next() if isinstance(each, DecideReshape)]
+
+    def commit_next(self) -> list[Instruction]:
+        self.next_step += 1
+        return self.commit(self.next_step - 1)
+
+
+VERDICT = ReshapeVerdict("uneven", "3+2", (3, 2), "it is faster")
+
+
+def test_commits_do_not_wait_for_the_policy_and_use_its_decision_when_it_is_there() -> None:
+    leader = WaitingNode()
+    assert any(isinstance(each, SendToAll) for each in leader.commit_next()), "the commit is announced"
+    assert leader.feed(ReshapeDecided(1, VERDICT)) == []
+    assert decided_layouts(leader.commit_next()) == ["3+2"]
+
+
+def test_a_decision_for_an_earlier_epoch_is_not_used() -> None:
+    leader = WaitingNode()
+    leader.feed(ReshapeDecided(0, VERDICT))
+    assert decided_layouts(leader.commit_next()) == []
+
+
+def test_a_loss_is_handled_while_the_policy_decides() -> None:
+    leader = WaitingNode()
+    leader.lose(3)
+    assert leader.state.phase == Phase.HALTING
+    assert leader.feed(ReshapeDecided(1, VERDICT)) == []
+    assert leader.state.phase == Phase.HALTING
 
 
 def test_a_session_that_ends_while_the_next_epoch_is_planned_costs_a_new_plan_and_no_node() -> None:
@@ -398,6 +463,18 @@ def test_a_log_with_other_times_shows_the_first_difference(tmp_path: Path) -> No
     _, difference = input_log.replay(tmp_path / "leader-9.log")
     assert difference is not None
     assert "WriteEvent" in difference.entry.names
+
+
+def test_a_damaged_log_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    run_with_faults(faulty_job(), Faults(), pipelines=2, stages=2, strategy="reroute", out=str(tmp_path))
+    (path,) = tmp_path.glob(input_log.FILE_PATTERN)
+    body = bytearray(path.read_bytes())
+    at = body.index(b"\xa3now", len(body) // 2) + 1
+    body[at] ^= 0x01  # in the name of a field
+    path.write_bytes(body)
+    replayed = CliRunner().invoke(app, ["replay", str(tmp_path)])
+    assert replayed.exit_code == 2
+    assert f"culm: {path} is damaged at event " in replayed.output
 
 
 def test_a_full_log_keeps_its_beginning(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -153,7 +154,7 @@ def test_workers_with_peers_are_compared_with_them_only() -> None:
 
 
 def test_a_slow_worker_whose_work_no_other_can_do_is_reported_once() -> None:
-    one = {"runners": {0: (0, 2, 4, 6), 1: (3,)}}
+    one: dict[str, Any] = {"runners": {0: (0, 2, 4, 6), 1: (3,)}}
     found = decide_slow_nodes(case({3: 2.0}, **one))
     assert (found.verdict, found.factors, found.reported_slots) == ("report", {3: 2.0}, (3,))
     assert "no other node runs their stages" in found.why

@@ -359,14 +359,7 @@ class EpochChange:
         unbuilt = any(not inventories[slot].weight_versions for slot in stay)
         if self._no_weights_changed(halt) and (lost_stages or unbuilt):
             return restart_epoch(setup, old, number, address, stay, setup.start, setup.resume_from, arrivals)
-        other = (
-            self.reshape_controller.reshape_from_layers(halt, old)
-            if lost_stages
-            else None
-            if failed
-            else self.reshape_controller.reshape_for_memory(halt, old)
-            or self.reshape_controller.reshape_if_due(halt, old)
-        )
+        other = yield from self._decide_reshaped_epoch(halt, old, lost_stages=bool(lost_stages), failed=bool(failed))
         if other is not None:
             return other
         if not lost_stages:
@@ -394,6 +387,18 @@ class EpochChange:
             raise state.node_lost_error(min({*halt.lost_nodes, *state.members.departed_nodes}))
         restart = yield from self._rewind_to_checkpoint()
         return restart_epoch(setup, old, number, address, stay, *restart, arrivals)
+
+    def _decide_reshaped_epoch(
+        self, halt: EpochHalt, old: Epoch, *, lost_stages: bool, failed: bool
+    ) -> Flow[NextEpoch | None]:
+        """The epoch with another shape, if the shape changes."""
+        controller = self.reshape_controller
+        if lost_stages:
+            return (yield from controller.reshape_from_layers(halt, old))
+        if failed:
+            return None
+        found = yield from controller.reshape_for_memory(halt, old)
+        return found or (yield from controller.reshape_if_due(halt, old))
 
     def _slots_to_leave_out(
         self, slots: Mapping[int, int], inventories: Mapping[int, WorkerInventory]

@@ -28,6 +28,7 @@ from culm.cluster.leader.events import (
     ProgressTimer,
     ReachCommit,
     RecheckTimer,
+    ReshapeDecided,
     ReturnTimer,
     SessionTimer,
     StartAfterTimer,
@@ -88,6 +89,9 @@ class EventHandlers:
         match event:
             case messages.StepReport() | messages.EvaluationReport():  # first: one of each worker in every step
                 yield from self._handle_step_report(event)
+            case messages.ReportBundle(reports):
+                for report in reports:
+                    yield from self._handle_step_report(report)
             case Started():
                 yield from self._start(event)
             case ErrorRaised():
@@ -120,6 +124,8 @@ class EventHandlers:
                 yield from self.epoch_change.handle_recheck(event)
             case PlanSearched():
                 self.epoch_change.reshape_controller.plan_improver.handle_search(event)
+            case ReshapeDecided():
+                self.epoch_change.reshape_controller.handle_decided(event)
             case NodeEvicted(node):
                 self.state.evicted_nodes.add(node)
                 if self.epoch_change.returning_nodes.has_no_session(node):  # it has no key that would be deleted
@@ -377,7 +383,7 @@ class EventHandlers:
         self.epoch_change.worker_failures.handle_committed(step)
         record = yield from state.write_commit(metrics)
         if self.epoch_change.is_idle and state.end_step is None and not record:
-            yield from self.epoch_change.reshape_controller.consider_reshape(step)
+            self.epoch_change.reshape_controller.consider_reshape(step)
         yield ReachCommit(step)
         state.broadcast(messages.Commit(step, state.epoch_number, record))
 

@@ -162,6 +162,13 @@ class ReshapeVerdict(msgspec.Struct, frozen=True, tag="verdict"):
     why: str
 
 
+class ReshapeDecided(msgspec.Struct, frozen=True, tag="reshape_decided"):
+    """The policy has decided about the shape of the pipelines in an epoch; None: nothing."""
+
+    epoch: int
+    verdict: ReshapeVerdict | None
+
+
 class EndedWorkers(msgspec.Struct, frozen=True, tag="ended_workers"):
     """The workers whose process has ended."""
 
@@ -188,6 +195,7 @@ LeaderEvent: TypeAlias = (
     | HookResult
     | NodeEvicted
     | PlanSearched
+    | ReshapeDecided
     | CheckpointWritten
     | Completed
 )
@@ -292,6 +300,12 @@ class ImprovePlan(msgspec.Struct, frozen=True, tag="improve"):
     shape: PipelineShape
 
 
+class DecideReshape(msgspec.Struct, frozen=True, tag="decide_reshape"):
+    """Apply the policy of the run to the present nodes in the background. The result is the event ReshapeDecided."""
+
+    epoch: int
+
+
 class LeaveNode(msgspec.Struct, frozen=True, tag="leave"):
     """Let the leader's own node go, after the state is in the store for the next leader."""
 
@@ -373,10 +387,6 @@ class ProbeWorkers(msgspec.Struct, frozen=True, tag="probe_workers"):
     addresses: tuple[str, ...]
 
 
-class DecideReshape(msgspec.Struct, frozen=True, tag="decide_reshape"):
-    """Apply the policy of the run to the present nodes. Returns ReshapeVerdict or None."""
-
-
 class FindSmallerStages(msgspec.Struct, frozen=True, tag="find_smaller_stages"):
     """Find the fastest shape of the present nodes whose stages need less memory. Returns ReshapeVerdict or None."""
 
@@ -402,6 +412,23 @@ class PlanRecovery(msgspec.Struct, frozen=True, tag="plan"):
     """Slots of nodes that execute nothing any more, first among the `leaving_slots`."""
 
 
+class PlanReshape(msgspec.Struct, frozen=True, tag="plan_reshape"):
+    """Plan the epoch in which the present workers form pipelines of other depths. Returns PlannedEpoch. The loss of a
+    node ends this call, too."""
+
+    number: int
+    workers: dict[int, Member]
+    inventories: dict[int, WorkerInventory]
+    """By worker."""
+    step: int
+    zones: dict[int, str]
+    depths: tuple[int, ...] | None
+    """None: the template for the number of workers."""
+    why: str = ""
+    shape: PipelineShape | None = None
+    """The shape with these depths, if it is known."""
+
+
 CallBody: TypeAlias = (
     OpenWriters
     | FlushLines
@@ -414,9 +441,9 @@ CallBody: TypeAlias = (
     | ReturnToVerified
     | CommitCheckpoint
     | ProbeWorkers
-    | DecideReshape
     | FindSmallerStages
     | PlanRecovery
+    | PlanReshape
 )
 
 
@@ -443,6 +470,7 @@ Instruction: TypeAlias = (
     | EvictNode
     | PrecomputePlans
     | ImprovePlan
+    | DecideReshape
     | LeaveNode
     | EndLeading
     | Call

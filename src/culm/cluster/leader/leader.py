@@ -28,7 +28,7 @@ from culm.cluster.leader.events import (
     LeaderEvent,
 )
 from culm.cluster.leader.leader_snapshot import decode_snapshot
-from culm.cluster.leader.leader_state import JobFacts, LeaderState, to_error
+from culm.cluster.leader.leader_state import JobFacts, LeaderState, is_planning, to_error
 from culm.cluster.leader.next_epoch import NextEpoch, nodes_by_slot, recovery_epoch, surviving_cluster
 from culm.cluster.leader.output.input_log import VERSION as INPUT_LOG_VERSION
 from culm.cluster.leader.output.input_log import InputLogWriter, LogHeader
@@ -37,6 +37,8 @@ from culm.cluster.leader.output.run_summary import run_started_fields, slot_labe
 from culm.cluster.leader.output.storage_health import StorageHealth, shard_write_name
 from culm.cluster.leader.output.store_writer import StoreWriter
 from culm.cluster.leader.plan_improver import search_plan
+from culm.cluster.leader.policy_case import PolicyCase
+from culm.cluster.leader.reshaped_epoch import ReshapeInputs, reshaped_epoch, template_epoch
 from culm.cluster.run_setup import RunResult, encode
 from culm.cluster.store.store import SessionLost
 from culm.errors import BudgetReached, CulmError, RunError, unexpected_failure
@@ -155,9 +157,8 @@ class Leader:
         self._cost_write: asyncio.Task[None] | None = None
 
     def receive(self, message: messages.Message) -> None:
-        """Put a message into the inbox. Step reports that were collected are handled one by one."""
-        for each in message.reports if isinstance(message, messages.ReportBundle) else (message,):
-            self.inbox.put_nowait(each)
+        """Put a message into the inbox."""
+        self.inbox.put_nowait(message)
 
     async def run(self) -> None:
         """Lead until the result is in the store. A result that is there already is kept."""
@@ -232,7 +233,7 @@ class Leader:
                     return instruction
                 if not isinstance(instruction, Call):
                     self._execute(instruction)
-                elif isinstance(instruction.body, events.PlanRecovery) and not self._simulated:
+                elif is_planning(instruction) and not self._simulated:
                     self._start_task(self._plan_in_background(instruction))
                 else:
                     next_event = await self._complete_call(instruction)
@@ -294,6 +295,8 @@ class Leader:
                 self._start_task(self._precompute_plans(instruction))
             case events.ImprovePlan(shape):
                 self._start_task(self._improve_plan(shape))
+            case events.DecideReshape(epoch):
+                self._start_task(self._decide_reshape(epoch, self._policy_case()))
             case events.LeaveNode(dismissed):
                 self._start_task(self._leave_node(self.dismissed_event if dismissed else self.may_leave_event))
 
@@ -322,12 +325,12 @@ class Leader:
                 return await self._committer.commit_newest(committed_steps, self._folder.checkpoints or "")
             case events.ProbeWorkers(addresses):
                 return await self._probe_workers(addresses)
-            case events.DecideReshape():
-                controller = self.state.handlers.epoch_change.reshape_controller
-                return await self.clock.run_in_thread(controller.apply_policy)
             case events.FindSmallerStages():
-                controller = self.state.handlers.epoch_change.reshape_controller
-                return await self.clock.run_in_thread(controller.find_smaller_stages)
+                return await self.clock.run_in_thread(self._policy_case().find_smaller_stages)
+            case events.PlanReshape():
+                return await self.clock.run_in_thread(
+                    partial(self._plan_reshape, body, self.state.initial_setup, self.state.epoch)
+                )
             case events.PlanRecovery():
                 return await self.clock.run_in_thread(
                     partial(self._plan_recovery, body, self.state.setup, self.state.epoch)
@@ -377,6 +380,27 @@ class Leader:
         if not self._simulated:
             gc.collect()
 
+    def _plan_reshape(self, order: events.PlanReshape, setup: RunSetup, old: Epoch | None) -> events.PlannedEpoch:
+        """Plan the next epoch in another shape. Runs in a thread. Raises PlanError if that is impossible."""
+        assert old is not None
+        inputs = ReshapeInputs(
+            setup=setup,
+            old_epoch=old,
+            epoch_number=order.number,
+            leader=self.transport.address,
+            workers=order.workers,
+            inventories=order.inventories,
+            step=order.step,
+            zones=order.zones,
+        )
+        with paused_collection():
+            if order.depths is None:
+                planned = template_epoch(inputs)
+            else:
+                planned = reshaped_epoch(inputs, order.depths, order.why, order.shape)
+        self._exempt_plans_from_collection()
+        return events.PlannedEpoch(planned.epoch, planned.why, planned.source, planned_ahead=False)
+
     def _exempt_plans_from_collection(self) -> None:
         """Plans stay for long, and looking through them for garbage stops the leader for tenths of a second. In a
         simulation many runs follow each other in one process, so that their values are not exempted."""
@@ -401,6 +425,12 @@ class Leader:
 
     async def _improve_plan(self, shape: PipelineShape) -> None:
         self.inbox.put_nowait(await self.clock.run_in_thread(search_plan, self.state.initial_setup, shape))
+
+    def _policy_case(self) -> PolicyCase:
+        return self.state.handlers.epoch_change.reshape_controller.policy_case()
+
+    async def _decide_reshape(self, epoch: int, case: PolicyCase) -> None:
+        self.inbox.put_nowait(events.ReshapeDecided(epoch, await self.clock.run_in_thread(case.decide)))
 
     async def _load_from_store(self) -> events.Started:
         """Read what a previous leader has left in the store."""

@@ -33,6 +33,7 @@ from culm.cluster.leader.events import (
     LeaderEvent,
     LeaveNode,
     PlanRecovery,
+    PlanReshape,
     PublishEpoch,
     PutKey,
     PutSnapshot,
@@ -257,7 +258,7 @@ class LeaderState:
     def _abandon_plan_after_loss(self, event: LeaderEvent) -> None:
         """While the next epoch is planned: if a node is lost whose state the plan uses, abandon the plan."""
         halt = self.handlers.epoch_change.halt_in_progress
-        if self._flow is None or self._call is None or not isinstance(self._call.body, PlanRecovery) or halt is None:
+        if self._flow is None or self._call is None or not is_planning(self._call) or halt is None:
             return
         lost = _lost_node(event) if isinstance(event, KeyChanged) else None
         if lost is not None and halt.expected_workers.intersection(self.members.workers_of([lost])):
@@ -704,6 +705,11 @@ class LeaderState:
             if self.checkpoints.completed_steps
             else (self.setup.resume_from or "").removesuffix("/checkpoints")
         )
+
+
+def is_planning(call: Call) -> bool:
+    """Whether a call plans an epoch. It may take long, and a loss ends it."""
+    return isinstance(call.body, PlanRecovery | PlanReshape)
 
 
 def to_error(raised: ErrorRaised) -> CulmError:

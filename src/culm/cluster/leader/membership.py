@@ -351,8 +351,8 @@ class Membership:
         for slot in slow:
             if (member := members[slot]) is not None:
                 kind = "slow_node" if decision.verdict == "share" else "slow_node_stays"
-                fields = {**state.members.event_fields(member.worker), "factor": round(decision.factors[slot], 2)}
-                state.log_event(kind, **fields, slot=slot, why=decision.why)
+                fields, factor = state.members.event_fields(member.worker), round(decision.factors[slot], 2)
+                state.log_event(kind, **fields, slot=slot, factor=factor, why=decision.why)
         if not slow and decision.verdict != "replace":
             state.log_event("slow_nodes_over", why=decision.why)
         if decision.verdict != "report":

@@ -27,6 +27,7 @@ from culm.plan.reshape.pipeline_shape import (
     Depths,
     PipelineShape,
     ShapeInputs,
+    best_depths,
     build_shape,
     format_depths,
     slots_to_fill,
@@ -135,6 +136,15 @@ class ReshapeInputs:
     def layers_without_holder(self) -> list[int]:
         """The layers that no worker holds for the step."""
         return [layer for layer in range(len(self.setup.layers)) if not self.holders.get(layer)]
+
+
+def template_epoch(reshape_inputs: ReshapeInputs) -> NextEpoch:
+    """The epoch in which the workers form the pipelines that are best for their number; the open step is run again.
+    Raises PlanError if there are none."""
+    depths = best_depths(layer_model_of(reshape_inputs.setup), len(reshape_inputs.workers))
+    nodes = len({member.node for member in reshape_inputs.workers.values()})
+    why = f"{format_depths(depths)} is built from the {nodes} present nodes; the open step is run again"
+    return reshaped_epoch(reshape_inputs, depths, why)
 
 
 def reshaped_epoch(

@@ -46,6 +46,8 @@ class SlowNodeController:
         self._slots: dict[int, int] = {}
         """By worker of the epoch."""
         self._expected_s: dict[Kind, list[float]] = {}
+        self._prices: dict[str, float] = {}
+        """The seconds that the profile gives for an action, by segment and kind as in 2F."""
 
     @functools.cached_property
     def _is_on(self) -> bool:
@@ -62,11 +64,8 @@ class SlowNodeController:
             self._enter_epoch(epoch)
         slot = self._slots.get(report.worker)
         if slot is not None:
-            self._history.add(slot, report.busy_s, sum(self._price(name) * n for name, n in report.actions.items()))
-
-    def _price(self, name: str) -> float:
-        """The seconds that the profile gives for an action of this segment and kind, as in 2F."""
-        return self._expected_s[Kind(name[-1])][int(name[:-1])]
+            prices = self._prices
+            self._history.add(slot, report.busy_s, sum(prices[name] * n for name, n in report.actions.items()))
 
     def _enter_epoch(self, epoch: Epoch) -> None:
         setup = self.state.setup
@@ -80,6 +79,9 @@ class SlowNodeController:
             costs = Costs(forward=forward, input=inputs, weight=weight)
         segments = Plan.from_text(epoch.plan).segments
         self._expected_s = {kind: list(prices) for kind, prices in action_costs(costs, segments).items()}
+        self._prices = {
+            f"{g}{kind}": price for kind, prices in self._expected_s.items() for g, price in enumerate(prices)
+        }
 
     def factors_by_slot(self, slots: Mapping[int, int]) -> dict[int, float]:
         """The factors that the next plan takes into account, given the slots by worker."""
@@ -113,21 +115,25 @@ class SlowNodeController:
         step_s = state.recovery_metrics.usual_step_s
         if full.stage_overrides or step_s is None:
             return None
-        current = Plan.from_text(epoch.plan)
+        current, paces = Plan.from_text(epoch.plan), self._history.medians()
         nodes = {slot: member.node for slot, member in enumerate(epoch.members) if member is not None}
-        active = self.factors_by_slot(self._slots)
-        paces, threshold = self._history.medians(), state.setup.slow_factor
-        factors = slow_factors(paces, full.stages, threshold, active, nodes)
+        active, threshold = self.factors_by_slot(self._slots), state.setup.slow_factor
         runs = {slot: (worker, current.segments_of(slot)) for worker, slot in self._slots.items()}
-        is_measured = state.setup.profile_is_measured
-        factors |= self._usual.slow_factors(paces, full.stages, threshold, runs, active, nodes, is_measured=is_measured)
+        factors = {
+            **slow_factors(paces, full.stages, threshold, active, nodes),
+            **self._usual.slow_factors(
+                paces, full.stages, threshold, runs, active, nodes, is_measured=state.setup.profile_is_measured
+            ),
+        }
+        if not factors and not active:
+            return None
         runners = {stage: current.holders_of(stage) for stage in range(full.stages)}
         homes = {
             (g, micro): d * full.stages + g % full.stages
             for d, micros in enumerate(full.micros_by_pipeline)
-            for micro in micros
             for g in range(full.segments)
             if d * full.stages + g % full.stages in runners[g % full.stages]
+            for micro in micros
         }
         return SlowCase(
             plan=full,

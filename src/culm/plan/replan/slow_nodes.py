@@ -77,19 +77,22 @@ def slow_factors(
     Peers are the workers of the same stage on other nodes; a stage without any tells nothing. A worker is slow from
     `threshold` on. One that was slow before stays so until it takes less than half of the excess (hysteresis).
     """
-    nodes = nodes or {}
     found: dict[int, float] = {}
-    for slot, pace in paces.items():
-        peers = [paces[at] for at in _others(slot, paces, nodes) if at % stages == slot % stages]
-        usual = statistics.median_low(peers) if peers else math.inf
-        if pace >= _slow_limit(slot, threshold, slow_before) * usual:
-            found[slot] = pace / usual
+    for slot, peers in peers_by_slot(paces, stages, nodes or {}).items():
+        usual = statistics.median_low([paces[at] for at in peers]) if peers else math.inf
+        if paces[slot] >= _slow_limit(slot, threshold, slow_before) * usual:
+            found[slot] = paces[slot] / usual
     return found
 
 
-def _others(slot: int, paces: Mapping[int, float], nodes: Mapping[int, int]) -> list[int]:
-    """The slots on other nodes whose paces are known."""
-    return [at for at in paces if at != slot and nodes.get(at, at) != nodes.get(slot, slot)]
+def peers_by_slot(paces: Mapping[int, float], stages: int, nodes: Mapping[int, int]) -> dict[int, list[int]]:
+    """By slot whose pace is known: the others of its stage on other nodes. It takes 2 ms for 64 x 16 slots."""
+    by_stage: dict[int, list[tuple[int, int]]] = {}
+    for slot in paces:
+        by_stage.setdefault(slot % stages, []).append((slot, nodes.get(slot, slot)))
+    return {
+        slot: [at for at, other in members if other != node] for members in by_stage.values() for slot, node in members
+    }
 
 
 def _slow_limit(slot: int, threshold: float, slow_before: Collection[int]) -> float:
@@ -122,31 +125,27 @@ class UsualPaces:
         *,
         is_measured: bool = False,
     ) -> dict[int, float]:
-        """By slot of a slow worker without peers: how many times as long as usual it takes. Records the paces.
+        """By slot of a slow worker without peers: how many times as long as usual it takes. Records their paces.
 
         `runs`, by slot: the worker and the segments that it runs. `is_measured`: whether the profile was measured.
         """
         nodes = nodes or {}
         found: dict[int, float] = {}
-        for slot, pace in paces.items():
-            others = _others(slot, paces, nodes)
+        for slot, peers in peers_by_slot(paces, stages, nodes).items():
+            others = () if peers else [at for at in paces if nodes.get(at, at) != nodes.get(slot, slot)]
             if not others or slot not in runs:
                 continue
-            worker, segments = runs[slot]
-            relative, workers = pace / statistics.median_low(paces[at] for at in others), self._relative_of(segments)
+            pace, (worker, segments) = paces[slot], runs[slot]
+            relative = pace / statistics.median_low([paces[at] for at in others])
+            workers = self._relative.setdefault(segments, {})
             own = self._own[segments, worker] = min(pace, self._own.get((segments, worker), math.inf))
             before = min((least for each, least in workers.items() if each != worker), default=1.0)
             workers[worker] = min(relative, workers.get(worker, math.inf))
-            if any(at % stages == slot % stages for at in others):
-                continue
             growth = min(pace / own, relative / workers[worker])
             factor = max(growth, relative / before) if is_measured else growth
             if factor >= _slow_limit(slot, threshold, slow_before):
                 found[slot] = factor
         return found
-
-    def _relative_of(self, segments: Segments) -> dict[int, float]:
-        return self._relative.setdefault(segments, {})
 
 
 def share_micro_batches(

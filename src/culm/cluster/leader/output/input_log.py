@@ -18,7 +18,7 @@ from culm.errors import UsageError
 MAX_BYTES = 64 << 20
 """Size of the log of one leader, after which nothing more is recorded."""
 FILE_PATTERN = "leader-*.log"
-VERSION = 3
+VERSION = 4
 _LENGTH = struct.Struct("<I")
 _NO_INSTRUCTIONS = bytes(8)
 
@@ -112,17 +112,25 @@ class InputLogWriter:
 def read_log(path: Path) -> tuple[LogHeader, Iterator[LogEntry]]:
     """The header and the entries of a log. The last entry may be cut off if the leader was killed: it is left out.
 
-    Raises UsageError if the file is not an input log of this version.
+    Raises UsageError if the file is not an input log of this version; the iterator raises it at a damaged entry.
     """
     frames = _frames(path.read_bytes())
     try:
         header = _header_decoder.decode(next(frames, b""))
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} is not an input log of this version of culm: {error}") from error
     if header.job.transformed:
         names = ", ".join(header.job.transformed)
         raise UsageError(f"{path} cannot be replayed: Job.metrics applies functions to {names}, and the log has none")
-    return header, (_entry_decoder.decode(frame) for frame in frames)
+    return header, _decode_entries(path, frames)
+
+
+def _decode_entries(path: Path, frames: Iterator[bytes]) -> Iterator[LogEntry]:
+    for number, frame in enumerate(frames, 1):
+        try:
+            yield _entry_decoder.decode(frame)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise UsageError(f"{path} is damaged at event {number}: {error}") from error
 
 
 def replay(path: Path) -> tuple[int, ReplayDifference | None]:
