@@ -80,6 +80,9 @@ _LOG_DELAY_S = 0.2
 _STORAGE_CHECK_S = 0.5
 """Time between two checks of a storage that fails."""
 
+_MAX_PLANS = 512
+"""Plans that a leader keeps. Each node that becomes slow has other costs, and with them other plans."""
+
 LeaderInput: TypeAlias = "LeaderEvent | CulmError"
 
 
@@ -136,7 +139,7 @@ class Leader:
         self._folder = RunFolder(setup.out, resumed_at=None if setup.resume is None else setup.start)
         self._line_buffer = self._buffer_lines(self._folder)
         self._store_writer = StoreWriter(store, self.state.timeouts.store_call)
-        self._plan_cache = PlanCache()
+        self._plan_cache = PlanCache(max_solutions=_MAX_PLANS)
         self._committer = CheckpointCommitter(self.state.checkpoints, setup, clock)
         self._committer.on_failure = self._handle_commit_failure
         self._committer.on_recovery = partial(self._storage_health.record_recovery, "commit")
