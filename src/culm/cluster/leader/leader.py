@@ -398,7 +398,11 @@ class Leader:
             self.log_event("unplanned", why=f"cannot precompute plans: {type(error).__name__}: {error}")
 
     async def _improve_plan(self, shape: PipelineShape) -> None:
-        self.inbox.put_nowait(await self.clock.run_in_thread(search_plan, self.state.initial_setup, shape))
+        """Search for a better plan in a thread. A failure leaves the plan as it is."""
+        try:
+            self.inbox.put_nowait(await self.clock.run_in_thread(search_plan, self.state.initial_setup, shape))
+        except Exception as error:
+            self.log_event("unplanned", why=f"cannot improve the plan: {type(error).__name__}: {error}")
 
     async def _load_from_store(self) -> events.Started:
         """Read what a previous leader has left in the store."""
