@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from culm.cluster.run_setup import decode_node_record
 from culm.cluster.store.store import Store
+from culm.errors import RunError
 
 if TYPE_CHECKING:
     from culm.runtime.clock import Clock
@@ -61,7 +62,8 @@ class LivenessProber:
         for pause in _RETRY_DELAYS_S:
             await self._clock.sleep(pause)
             if await self._refuses_connection(agent):
-                await self.evict_node(key)
+                with contextlib.suppress(RunError):  # this agent has lost the store, and notices that elsewhere
+                    await self.evict_node(key)
                 self._nodes = {address: known for address, known in self._nodes.items() if known != (key, agent)}
                 return
 

@@ -81,6 +81,9 @@ _LOG_DELAY_S = 0.2
 _STORAGE_CHECK_S = 0.5
 """Time between two checks of a storage that fails."""
 
+_MAX_PLANS = 512
+"""Plans that a leader keeps. Each node that becomes slow has other costs, and with them other plans."""
+
 LeaderInput: TypeAlias = "LeaderEvent | CulmError"
 
 
@@ -137,7 +140,7 @@ class Leader:
         self._folder = RunFolder(setup.out, resumed_at=None if setup.resume is None else setup.start)
         self._line_buffer = self._buffer_lines(self._folder)
         self._store_writer = StoreWriter(store, self.state.timeouts.store_call)
-        self._plan_cache = PlanCache()
+        self._plan_cache = PlanCache(max_solutions=_MAX_PLANS)
         self._committer = CheckpointCommitter(self.state.checkpoints, setup, clock)
         self._committer.on_failure = self._handle_commit_failure
         self._committer.on_recovery = partial(self._storage_health.record_recovery, "commit")
@@ -424,7 +427,11 @@ class Leader:
             self.log_event("unplanned", why=f"cannot precompute plans: {type(error).__name__}: {error}")
 
     async def _improve_plan(self, shape: PipelineShape) -> None:
-        self.inbox.put_nowait(await self.clock.run_in_thread(search_plan, self.state.initial_setup, shape))
+        """Search for a better plan in a thread. A failure leaves the plan as it is."""
+        try:
+            self.inbox.put_nowait(await self.clock.run_in_thread(search_plan, self.state.initial_setup, shape))
+        except Exception as error:
+            self.log_event("unplanned", why=f"cannot improve the plan: {type(error).__name__}: {error}")
 
     def _policy_case(self) -> PolicyCase:
         return self.state.handlers.epoch_change.reshape_controller.policy_case()
