@@ -61,7 +61,7 @@ class DeviceStream(Protocol):
 class DeviceStreams(Protocol):
     """The streams of one device.
 
-    `compute` is the stream that user code runs on. `to_host` and `to_device` carry copies beside it, and `to_host_later`
+    `compute` is the stream that user code runs on. `to_host` and `to_device` carry copies beside it, `to_host_later`
     large ones that nobody waits for: what is queued behind them on `to_host` would wait, too.
     """
 
