@@ -47,7 +47,7 @@ if [[ -n $dependencies ]]; then
     export PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}$packages
 fi
 export PYTHONPATH=$PWD/src:$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
-if ! problem=$("$python" -c "import torch, culm.cli.main, pytest" 2>&1); then
+if ! problem=$("$python" -c "import torch, culm.cli, culm.runtime.worker, pytest" 2>&1); then
     echo "run_all.sh: $python cannot run culm: ${problem##*$'\n'}. Bring what is missing with --dependencies" \
         "(benchmarks/gpu/README.md), or name another interpreter in PYTHON" >&2
     exit 1
