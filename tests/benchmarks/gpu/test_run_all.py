@@ -33,7 +33,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 def run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
     command = ["bash", str(SCRIPT), "--cpu", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_a_failed_step_does_not_stop_the_others_and_is_tried_again(environment: dict[str, str], tmp_path: Path) -> None:
