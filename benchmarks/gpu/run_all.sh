@@ -8,7 +8,7 @@
 # gpu-results) when its step ends, with the log beside it, and everything in DIR/results.tar.gz. A step whose result is
 # there already is skipped, so that the same command continues after an interruption; on another machine, with --resume
 # and the archive of the first. Steps that would probably end after --limit seconds are left for the next call. At the
-# end all rows are in DIR/all.json.
+# end all rows are in DIR/all.json. Exit status 1: a step failed.
 #
 # --full: as many rounds as published figures need; otherwise --quick. --cpu: try this script without a GPU.
 # Steps: facts streams traces nccl strategies doctor, and the rows of `culm bench gpu`. Default: all, the most important first. Rows
@@ -47,7 +47,7 @@ if [[ -n $dependencies ]]; then
     export PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}$packages
 fi
 export PYTHONPATH=$PWD/src:$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
-if ! problem=$("$python" -c "import torch, culm.cli.main, pytest" 2>&1); then
+if ! problem=$("$python" -c "import torch, culm.cli, culm.runtime.worker, pytest" 2>&1); then
     echo "run_all.sh: $python cannot run culm: ${problem##*$'\n'}. Bring what is missing with --dependencies" \
         "(benchmarks/gpu/README.md), or name another interpreter in PYTHON" >&2
     exit 1
@@ -184,6 +184,7 @@ save() {
         mv "$archive" "$out/results.tar.gz"
 }
 
+failed=0
 for step in "${steps[@]}"; do
     if [[ -e $out/$step.done ]]; then
         echo "== $step: done before"
@@ -207,9 +208,7 @@ for step in "${steps[@]}"; do
     status=$?
     stop_mps
     tail -n 12 "$out/$step.log"
-    if ((status == 0)); then
-        touch "$out/$step.done"
-    fi
+    ((status)) && failed=1 || touch "$out/$step.done"
     ((status == 124 || status == 137)) && why="its time is over" || why="status $status"
     echo "== $step: $( ((status)) && echo "FAILED ($why)" || echo ok), $((SECONDS - before)) s"
     save
@@ -227,4 +226,7 @@ if ((${#combine[@]})); then
     COLUMNS=200 "${culm[@]}" bench gpu "${combine[@]}"
 fi
 save
-ls "$out"/*.done 2>/dev/null | xargs -rn1 basename
+for file in "$out"/*.done; do
+    [[ -e $file ]] && basename "$file"
+done
+exit $failed

@@ -13,6 +13,7 @@ import torch
 from tests.runtime.sample_jobs import everything, job_with, tiny_gpt
 
 from culm.device.device_copies import DeviceCopies, open_device
+from culm.device.shared_chunks import SharedChunks
 from culm.runtime.compute.grad_accumulator import GradientAccumulator
 from culm.runtime.executor import Executor
 from culm.runtime.launched_actions import LaunchedAction, LaunchedActions
@@ -63,10 +64,12 @@ def test_memory_of_another_process_is_page_locked_until_it_is_not_needed() -> No
     """Mapped a second time here, as another process would."""
 
     async def test(copies: DeviceCopies) -> None:
-        frames = SharedFrames(chunk_bytes=1 << 22)
+        chunks = SharedChunks()
+        frames = SharedFrames(chunks=chunks)
         assert copies.shared_memory is not None
         mapped = MappedChunks(lambda number: None, copies.shared_memory.locker)
-        sent = torch.arange(1 << 18, dtype=torch.float32)
+        sent = torch.frombuffer(chunks.allocate(1 << 22), dtype=torch.float32)
+        sent.copy_(torch.arange(1 << 20))
         payload = [tensor_bytes(sent)]
         announced = frames.put("b", payload, set())
         assert isinstance(announced, list)
@@ -74,7 +77,7 @@ def test_memory_of_another_process_is_page_locked_until_it_is_not_needed() -> No
         locked = threading.Event()
         mapped.lock(0, locked.set)
         assert await asyncio.to_thread(locked.wait, 30)
-        assert mapped.are_locked([0])
+        assert mapped.is_locked(0)
         place = frames.put("b", payload, {0})
         assert isinstance(place, SharedPlace)
         (found,) = mapped.tensors(place, [sent.to("meta")])

@@ -283,8 +283,8 @@ def test_tensors_in_slabs_are_sent_without_a_copy() -> None:
             one[7] = -1.0
             assert found[0] is not None
             assert found[0][7] == -1.0, "it is the memory of the sender"
-            assert locks.count >= 2
-            assert set(locks.locked.values()) == {4096 + (1 << 21), 4096 + (64 << 20)}
+            assert locks.count >= 1
+            assert set(locks.locked.values()) == {4096 + (1 << 21)}, "not the pool, whose pages may be returned"
             del one, other, found, sent, arrived
             await until(lambda: not lent(a))
             a._shared_frames.pool.cap = -1  # tensors in slabs need none of it

@@ -33,6 +33,9 @@ class SharedChunk(NamedTuple):
     address: int
     """In this process."""
     mapped: mmap.mmap
+    keeps_pages: bool
+    """Whether its pages are never returned to the system. Only then may others page-lock it: a device would go on
+    reading pages that were returned, while processors read the new ones."""
 
 
 class SharedChunks:
@@ -42,7 +45,7 @@ class SharedChunks:
         self._chunks: list[SharedChunk] = []
         self._lock = threading.Lock()
 
-    def allocate(self, size: int) -> memoryview:
+    def allocate(self, size: int, *, keeps_pages: bool = True) -> memoryview:
         """Memory in a new chunk. Raises OSError."""
         whole, token = HEAD_BYTES + size, os.urandom(TOKEN_BYTES)
         descriptor = os.memfd_create("culm-frames", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -55,7 +58,7 @@ class SharedChunks:
             raise
         mapped[:TOKEN_BYTES] = token
         with self._lock:
-            chunk = SharedChunk(len(self._chunks), descriptor, whole, token, address_of(mapped), mapped)
+            chunk = SharedChunk(len(self._chunks), descriptor, whole, token, address_of(mapped), mapped, keeps_pages)
             self._chunks.append(chunk)
         return memoryview(mapped)[HEAD_BYTES:]
 

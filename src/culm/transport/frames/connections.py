@@ -21,6 +21,8 @@ from culm.transport.frames.mailbox import Mailbox
 from culm.transport.interface import Address, FrameKey, FrameMemory
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from culm.device.shared_chunks import PageLocker
     from culm.transport.frames.io_thread import SocketIOThread
     from culm.transport.frames.shared_memory import MappedChunks, SharedFrames
@@ -380,17 +382,25 @@ class InboundConnection:
         if frame_codec.checksum(self._payload_buffers(frame)) != frame.checksum:
             self._on_damaged(self._sender, frame.key)
             return
-        tensors = frame.tensors
-        if frame.shared_chunks and not self._is_locked(frame):
-            tensors = frame_codec.copy_into(self._allocate, tensors, in_any_case=frame.is_lent)
+        tensors = self._copies_of_unlocked(frame) if frame.shared_chunks else frame.tensors
         for tensor, required in zip(tensors, frame.requires_grad, strict=True):
             if tensor is not None and required:
                 tensor.requires_grad_(True)
         self._mailbox.put(frame.key, tuple(tensors))
 
-    def _is_locked(self, frame: frame_codec.FrameHeader) -> bool:
-        """Whether a device reaches a frame at full speed where it lies."""
-        return self._mapped is not None and self._mapped.are_locked(frame.shared_chunks)
+    def _copies_of_unlocked(self, frame: frame_codec.FrameHeader) -> list[Tensor | None]:
+        """The tensors of a frame in shared memory. Those that are not page-locked are copied where a device wants that,
+        and always if they are memory that the sender keeps."""
+        assert self._mapped is not None
+        chunks, in_any_case = iter(frame.shared_chunks), False
+        moving: list[Tensor | None] = []
+        for tensor in frame.tensors:
+            chunk = None if tensor is None or not tensor.numel() else next(chunks)
+            moves = chunk is not None and not self._mapped.is_locked(chunk)
+            moving.append(tensor if moves else None)
+            in_any_case |= moves and chunk is not None and self._mapped.is_of_device(chunk)
+        copies = frame_codec.copy_into(self._allocate, moving, in_any_case=in_any_case)
+        return [tensor if copy is None else copy for tensor, copy in zip(frame.tensors, copies, strict=True)]
 
     def set_low_watermark(self, count: int) -> None:
         """Report the socket as readable only from `count` bytes on, or at the end of the connection."""

@@ -69,6 +69,8 @@ class ChunkAnnouncement(NamedTuple):
     size: int
     token: bytes
     """The first bytes of the chunk: a process of another namespace with the same number is not mistaken for it."""
+    keeps_pages: bool
+    """Whether its pages are never returned to the system, so that it may be page-locked."""
 
 
 class SharedPlace(NamedTuple):
@@ -80,11 +82,6 @@ class SharedPlace(NamedTuple):
     """Number of the frame, unique for the sender."""
     spots: tuple[tuple[int, int], ...] = ()
     """(chunk, offset) of each tensor that has elements, unless they lie one after the other."""
-
-    @property
-    def chunks(self) -> tuple[int, ...]:
-        """The chunks that it lies in."""
-        return tuple({chunk: None for chunk, _ in self.spots}) or (self.chunk,)
 
 
 class EncodedFrame(NamedTuple):
@@ -208,9 +205,7 @@ class FrameHeader(NamedTuple):
     requires_grad: list[bool]
     checksum: int
     shared_chunks: tuple[int, ...] = ()
-    """The chunks of shared memory that it lies in; empty: its payload follows."""
-    is_lent: bool = False
-    """Whether some of that memory is the sender's own: a receiver must not change it."""
+    """The chunk of each tensor that has elements, if they are in shared memory; empty: the payload follows."""
 
 
 TransportMessage: TypeAlias = ResendRequest | ChunkAnnouncement | ChunkConfirmation | Acknowledgement
@@ -293,8 +288,10 @@ def decode_header(
         if kind == "l" and isinstance(fields[0], bytes):
             return fields[0]
         if kind == "m":
-            chunk, process, descriptor, size, token = fields
-            return ChunkAnnouncement(int(chunk), int(process), int(descriptor), int(size), bytes(token))
+            chunk, process, descriptor, size, token, keeps_pages = fields
+            return ChunkAnnouncement(
+                int(chunk), int(process), int(descriptor), int(size), bytes(token), bool(keeps_pages)
+            )
         if kind == "o":
             return ChunkConfirmation(int(fields[0]), int(fields[1]))
         if kind == "a":
@@ -305,18 +302,18 @@ def decode_header(
         payload_digest, descriptions, *places = fields[3:]
         requires_grad = [d is not None and bool(d[3]) for d in descriptions]
         shared_chunks: tuple[int, ...] = ()
-        is_lent = False
         if places:
             chunk, offset, number, spots = places[0]
             place = SharedPlace(int(chunk), int(offset), int(number), tuple((int(c), int(at)) for c, at in spots))
             if find_shared is None:
                 raise ValueError("a frame in memory that is not shared")
-            found, shared_chunks = find_shared(place, _described(descriptions)), place.chunks
-            is_lent = bool(spots)
+            found = find_shared(place, _described(descriptions))
+            filled = sum(tensor.numel() > 0 for tensor in found)
+            shared_chunks = tuple(each for each, _ in place.spots) or (place.chunk,) * filled
         else:
             found = _allocate_tensors(descriptions, allocate)
         tensors = _with_gaps(found, descriptions)
-        return FrameHeader(key, tensors, requires_grad, int(payload_digest), shared_chunks, is_lent)
+        return FrameHeader(key, tensors, requires_grad, int(payload_digest), shared_chunks)
     except (msgspec.MsgspecError, RuntimeError, LookupError, TypeError, ValueError) as error:
         raise ValueError(f"not a frame: {error}") from None
 

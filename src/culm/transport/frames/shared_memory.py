@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import functools
 import hmac
 import itertools
 import mmap
@@ -66,7 +67,8 @@ class SharedFrames:
         that are sent; they are closed with this object."""
         cap = usable_memory_bytes() // _SHARE_OF_MEMORY if cap is None else cap
         self._chunks = chunks or SharedChunks()
-        self.pool = SlabPool(self._chunks.allocate, cap, chunk_bytes)
+        allocate = functools.partial(self._chunks.allocate, keeps_pages=False)  # see _keep_or_return
+        self.pool = SlabPool(allocate, cap, chunk_bytes)
         self._idle: dict[int, int] = {}
         """By address: bytes of free slabs whose pages the system still keeps."""
         self._numbers = itertools.count()
@@ -183,7 +185,9 @@ class SharedFrames:
 
 
 def _announcement(chunk: SharedChunk) -> ChunkAnnouncement:
-    return ChunkAnnouncement(chunk.number, os.getpid(), chunk.descriptor, chunk.size, chunk.token)
+    return ChunkAnnouncement(
+        chunk.number, os.getpid(), chunk.descriptor, chunk.size, chunk.token, keeps_pages=chunk.keeps_pages
+    )
 
 
 def _has_ended(process: int) -> bool:
@@ -195,8 +199,8 @@ def _has_ended(process: int) -> bool:
 class _MappedChunk:
     """A chunk of another process, mapped here."""
 
-    def __init__(self, mapped: mmap.mmap) -> None:
-        self.mapped = mapped
+    def __init__(self, mapped: mmap.mmap, *, keeps_pages: bool) -> None:
+        self.mapped, self.keeps_pages = mapped, keeps_pages
         self.is_locked = False
         self.users = 0
         """Pieces of memory in use."""
@@ -227,14 +231,15 @@ class MappedChunks:
             finally:
                 os.close(descriptor)
             if hmac.compare_digest(mapped[:TOKEN_BYTES], announced.token):
-                self._chunks[announced.chunk] = _MappedChunk(mapped)
+                self._chunks[announced.chunk] = _MappedChunk(mapped, keeps_pages=announced.keeps_pages)
                 return True
         return False
 
     def lock(self, chunk: int, done: Callable[[], None]) -> None:
-        """Page-lock a chunk that was mapped, then call `done`, in another thread. Without a device at once."""
+        """Page-lock a chunk that was mapped, then call `done`, in another thread. At once without a device, and for a
+        chunk that must not be locked."""
         found = self._chunks[chunk]
-        if self._locker is None:
+        if self._locker is None or not found.keeps_pages:
             done()
             return
 
@@ -248,9 +253,14 @@ class MappedChunks:
 
         self._locker.lock(found.mapped, locked)
 
-    def are_locked(self, chunks: Sequence[int]) -> bool:
-        """Whether all of these chunks are page-locked."""
-        return all(chunk in self._chunks and self._chunks[chunk].is_locked for chunk in chunks)
+    def is_locked(self, chunk: int) -> bool:
+        """Whether a chunk is page-locked."""
+        return chunk in self._chunks and self._chunks[chunk].is_locked
+
+    def is_of_device(self, chunk: int) -> bool:
+        """Whether a chunk is memory that the sender's device has written, and the sender keeps: nobody may change
+        it."""
+        return chunk in self._chunks and self._chunks[chunk].keeps_pages
 
     def tensors(self, place: SharedPlace, like: Sequence[Tensor]) -> list[Tensor]:
         """The tensors of a frame where they lie. Raises ValueError if that is not within a mapped chunk."""
