@@ -188,7 +188,8 @@ def _choose_planned(step: ScheduledStep) -> ScheduleChoice:
     )
     if step.synchronous:
         staggered_s = plan_step(replace(shape, staggered=True)).step_s
-        cost = prediction["synchronous_step_cost"] = planned.step_s / staggered_s - 1 if staggered_s else 0.0
+        cost = max(0.0, planned.step_s / staggered_s - 1) if staggered_s else 0.0
+        prediction["synchronous_step_cost"] = cost
         why += (
             "; clip_norm or skipped steps need all gradients before any update, so stages make the optimizer step "
             f"together, which makes a step {cost:.1%} longer"
