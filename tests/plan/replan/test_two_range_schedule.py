@@ -130,6 +130,16 @@ def test_a_run_is_cut_into_two_segments_per_worker_if_that_is_allowed_and_there_
     assert choose_schedule("planned", unknown).prediction["of_bubble_free"] == pytest.approx(1.0)
 
 
+def test_the_first_segment_runs_its_whole_backward_as_w() -> None:
+    """Nobody needs the gradient of its input."""
+    step = ScheduledStep(
+        layers=layers(8), cuts=(2, 4, 6), pipelines=1, stages=4, micro_batches=8, may_use_two_ranges=True
+    )
+    ranges = step.planner_shape.two_ranges
+    assert ranges is not None
+    assert (ranges.costs.input, ranges.costs.weight) == ((0.0, *(1.0,) * 7), (2.0, *(1.0,) * 7))
+
+
 def test_memory_counts_the_activations_of_both_segments() -> None:
     uneven = tuple(replace_activation(layer, 100 if index < 4 else 400) for index, layer in enumerate(layers(8)))
     step = ScheduledStep(layers=uneven, cuts=(2, 4, 6), pipelines=1, stages=4, micro_batches=8, may_use_two_ranges=True)

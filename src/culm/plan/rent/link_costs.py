@@ -6,7 +6,7 @@ Workers take adjacent slots: worker d P + s of the fleet runs stage s of pipelin
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from culm.plan.model.accelerators import find_accelerator, within_node_bandwidth, worker_bandwidth
@@ -106,4 +106,17 @@ def stage_costs(
             for boundary, segment in enumerate(segments[:-1])
         ),
         split=tuple(sum(c.halving_s or 0.0 for c in segment) for segment in segments),
+    )
+
+
+def without_first_input_gradient(costs: Costs) -> Costs:
+    """The costs with those of the first segment as a run has them: nobody needs the gradient of its input, so that its
+    I does nothing and its W runs the whole backward. `costs` are by segment, as from `stage_costs`."""
+    inputs, weight, split = costs.input, costs.weight, costs.split
+    assert isinstance(inputs, tuple) and isinstance(weight, tuple) and isinstance(split, tuple), "costs by segment"
+    return replace(
+        costs,
+        input=(0.0, *inputs[1:]),
+        weight=(inputs[0] + weight[0], *weight[1:]),
+        split=(0.0, *split[1:]),
     )

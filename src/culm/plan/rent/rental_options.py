@@ -15,7 +15,7 @@ from culm.plan.model.accelerators import ACCELERATORS, USABLE_MEMORY_SHARE
 from culm.plan.model.early_grad_send import knows_split_overhead
 from culm.plan.model.layer_partition import Cuts, find_cuts, in_flight_1f1b, segment_layer_ranges
 from culm.plan.rent.failure_free_step import AUTO, failure_free_step_s, resolve_schedule
-from culm.plan.rent.link_costs import NodeLinks, stage_costs
+from culm.plan.rent.link_costs import NodeLinks, stage_costs, without_first_input_gradient
 from culm.plan.rent.memory_model import WorkerMemory, fullest_worker, with_overhead
 from culm.plan.rent.strategy_goodput import (
     EstimatedStrategy,
@@ -309,7 +309,7 @@ def _make_draft(
         pipelines=D,
         stages=P,
         micro_batches=M,
-        costs=stage_costs(segments, D, space.links),
+        costs=without_first_input_gradient(stage_costs(segments, D, space.links)),
         memory=_activation_limit(resident, activation, space.memory, P, m),
         early_sends=knows_split_overhead(layers),
     )

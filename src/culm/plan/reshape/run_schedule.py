@@ -8,7 +8,7 @@ from functools import cached_property
 from culm.plan.model.early_grad_send import send_gradients_early
 from culm.plan.model.layer_partition import Cuts, partition_layers
 from culm.plan.model.model_profile import LayerCost
-from culm.plan.rent.link_costs import NodeLinks
+from culm.plan.rent.link_costs import NodeLinks, without_first_input_gradient
 from culm.plan.replan.planned_schedule import (
     MIN_AUTO_GAIN,
     PLANNED,
@@ -55,8 +55,11 @@ class ScheduledStep:
     @cached_property
     def costs(self) -> Costs:
         """Costs of the segments, with the overhead of splitting a backward."""
-        costs = plan_costs(self.layers, self.cuts, self.pipelines, self.links, self.stages)
-        return replace(costs, split=split_overheads(self.layers, self.cuts))
+        return self._costs_of_cuts(self.cuts)
+
+    def _costs_of_cuts(self, cuts: Cuts) -> Costs:
+        costs = plan_costs(self.layers, cuts, self.pipelines, self.links, self.stages)
+        return without_first_input_gradient(replace(costs, split=split_overheads(self.layers, cuts)))
 
     @cached_property
     def two_range_cuts(self) -> Cuts | None:
@@ -91,10 +94,7 @@ class ScheduledStep:
         cuts = self.two_range_cuts
         if cuts is None:
             return None
-        costs = replace(
-            plan_costs(self.layers, cuts, self.pipelines, self.links, self.stages),
-            split=split_overheads(self.layers, cuts),
-        )
+        costs = self._costs_of_cuts(cuts)
         micros = -(-self.micro_batches // self.pipelines)
         return two_range_memory(
             self.layers, self.cuts, cuts, costs, micros, memory=self.memory, max_activations=self.max_activations
@@ -188,7 +188,8 @@ def _choose_planned(step: ScheduledStep) -> ScheduleChoice:
     )
     if step.synchronous:
         staggered_s = plan_step(replace(shape, staggered=True)).step_s
-        cost = prediction["synchronous_step_cost"] = planned.step_s / staggered_s - 1 if staggered_s else 0.0
+        cost = max(0.0, planned.step_s / staggered_s - 1) if staggered_s else 0.0
+        prediction["synchronous_step_cost"] = cost
         why += (
             "; clip_norm or skipped steps need all gradients before any update, so stages make the optimizer step "
             f"together, which makes a step {cost:.1%} longer"
