@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from tests import tiny_jobs
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from culm.errors import JobError, LayerFailed
 from culm.job import Job
@@ -151,7 +151,7 @@ class Unused(nn.Module):
         ({"loss": nn.CrossEntropyLoss}, ["Job.loss is the class CrossEntropyLoss", "CrossEntropyLoss()"]),
         ({"data": "train.jsonl"}, ["Job.data is 'train.jsonl'", "culm.data"]),
         ({"data": None}, ["Job.data is None"]),
-        ({"data": DataLoader([1, 2, 3, 4], batch_size=2)}, ["DataLoader", "batch_size=None"]),
+        ({"data": DataLoader(TensorDataset(torch.arange(4)), batch_size=2)}, ["DataLoader", "batch_size=None"]),
         ({"recompute": "yes"}, ["Job.recompute is 'yes'", "True or False"]),
         ({"global_batchs": 3}, ["global_batchs", "did you mean 'global_batch'?"]),
     ],
