@@ -101,7 +101,7 @@ class _LargestTensor(TorchDispatchMode):
     """Notes the largest tensor that is made."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.elements = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -120,9 +120,10 @@ def test_no_gradient_of_the_size_of_a_weight_is_made(deferred: bool, monkeypatch
     monkeypatch.setattr(large_gradients, "_PART_BYTES", 1 << 12)
     tokens, width = 5000, 32
     embed, head = nn.Embedding(tokens, width), nn.Linear(width, tokens, bias=False)
-    for weight in (embed.weight, head.weight):
+    weights = [*embed.parameters(), *head.parameters()]
+    for weight in weights:
         weight.grad = torch.zeros_like(weight)
-    with LargeGradients([embed.weight, head.weight] if deferred else ()):
+    with LargeGradients(weights if deferred else ()):
         loss = head(embed(torch.arange(4))).square().mean()
     with _LargestTensor() as largest:
         loss.backward()

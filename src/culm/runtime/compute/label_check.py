@@ -36,7 +36,7 @@ class LabelRange(TorchFunctionMode):
     def _note(self, scores: Tensor, labels: Tensor, ignored: int) -> None:
         """Labels of a part of the target could be others than those of the whole: only a view of all of it counts."""
         target = self._target
-        if target is None or labels.numel() != target.numel() or not torch._C._is_alias_of(labels, target):
+        if target is None or labels.numel() != target.numel() or not _is_view(labels, target):
             return
         self.classes, self._ignored = scores.shape[1 if scores.ndim > 1 else 0], ignored
 
@@ -51,3 +51,8 @@ class LabelRange(TorchFunctionMode):
                 f"{where} has the label {int(wrong[0])}, and the loss has {self.classes} classes: use labels from 0 to "
                 f"{self.classes - 1}, or {self._ignored} for none"
             )
+
+
+def _is_view(one: Tensor, other: Tensor) -> bool:
+    shared: bool = torch._C._is_alias_of(one, other)  # type: ignore[attr-defined]
+    return shared

@@ -37,12 +37,12 @@ class LargeGradients(TorchFunctionMode):
             if torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu"):
                 inputs, weight = args[:2]
                 output = func(inputs, weight.detach(), *args[2:], **named)
-                return _AttachWeight.apply(output, inputs.detach(), weight)
+                return _AttachWeight.apply(output, inputs.detach(), weight)  # type: ignore[no-untyped-call]
         elif func is functional.embedding and len(args) > 1 and id(args[1]) in self._weights:
             settings = dict(zip(_EMBEDDING_SETTINGS, args[2:], strict=False)) | named
             plain = not any(settings.get(name) for name in ("max_norm", "scale_grad_by_freq", "sparse"))
             if torch.is_grad_enabled() and plain:
-                return _Embed.apply(args[0], args[1], settings.get("padding_idx"))
+                return _Embed.apply(args[0], args[1], settings.get("padding_idx"))  # type: ignore[no-untyped-call]
         return func(*args, **named)
 
 
@@ -84,7 +84,7 @@ class _DeferredGradient(Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         named = kwargs or {}
@@ -108,7 +108,7 @@ class _AttachWeight(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor | None]:
         (inputs,) = ctx.saved_tensors
         rows, width = ctx.shape
@@ -134,7 +134,7 @@ class _Embed(torch.autograd.Function):
         return functional.embedding(ids, weight)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None]:
         (ids,), (rows, width), padding = ctx.saved_tensors, ctx.shape, ctx.padding
         dense_backward = torch.ops.aten.embedding_dense_backward.default

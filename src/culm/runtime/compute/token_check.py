@@ -56,11 +56,12 @@ def check_items(job: Job, sizes: Mapping[int, int], labels: LabelRange) -> None:
             labels.check(where, item.target)
 
 
-def _sampled_indices(data: Any, count: int) -> range:
-    """Items evenly over a data set; of a stream, those of the first step."""
+def _sampled_indices(data: Any, count: int) -> list[int]:
+    """Items evenly over a data set, and its last one; of a stream, those of the first step."""
     if isinstance(data, Stream):
-        return range(min(data.block, count))
-    return range(0, len(data), max(1, len(data) // count))
+        return list(range(min(data.block, count)))
+    last = len(data) - 1
+    return sorted({*range(0, last, max(1, len(data) // count)), last})
 
 
 def _is_ids(value: object) -> bool:
