@@ -106,6 +106,8 @@ def test_a_launch_that_costs_money_asks_first(capsys: pytest.CaptureFixture[str]
         (["--max-price", "1", "--spot"], 0, "$2.000/h"),
         (["--option", "region"], 2, "--option 'region' is not an assignment: write name=value, as in --option region="),
         (["--env", "A"], 2, "--env 'A' is not an assignment"),
+        (["--env", "A B=1"], 2, "--env names 'A B', which is no environment variable"),
+        (["--env", "WANDB_API_KEY=x"], 0, "--env WANDB_API_KEY is not kept secret"),
         (["--price", "-1"], 2, "--price is -1: use dollars per hour of a machine, 0 or more"),
         (["--price", "nan"], 2, "--price is nan: use dollars per hour of a machine"),
         (["--price", "0.25"], 0, "$0.500/h"),

@@ -66,6 +66,8 @@ _SAME_FILES = ("local", "slurm", "trace")
 _END_TIMEOUT_S = 120.0
 """Limit for ending the machines after a second Ctrl-C."""
 _LABEL_LENGTH = 40
+_SECRET_NAME = re.compile(r"(SECRET|TOKEN|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY)(_|$)", re.IGNORECASE)
+"""Names of environment variables that usually hold secrets."""
 _START_AFTER_S = 120.0
 """When a run begins without the machines that have not come yet."""
 
@@ -177,7 +179,7 @@ def launch(
             notice=machine_notice,
             grace_s=grace,
             abandon_after_s=abandon_after,
-            environment=parse_assignments(env or [], "--env", "NCCL_DEBUG=INFO"),
+            environment=_environment(env or []),
         )
         provider = open_machine_provider(on, ProviderSettings(launch=order.launch, options=given, price=order.price))
         console = make_console(stderr=json_ or dry_run)
@@ -237,6 +239,21 @@ def _known_price(price: float | None, kinds: int) -> float | None:
             "and --zone, and --deadline without --spot"
         )
     return price
+
+
+def _environment(given: Sequence[str]) -> dict[str, str]:
+    """The values of --env. Raises UsageError for a name that is none; warns of what looks like a secret."""
+    found = parse_assignments(given, "--env", "NCCL_DEBUG=INFO")
+    for name in found:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise UsageError(f"--env names {name!r}, which is no environment variable: use letters, digits and _")
+        if _SECRET_NAME.search(name):
+            print(
+                f"culm: warning: --env {name} is not kept secret: manifests, user data and scripts show it; let the "
+                "machines get it from their image, role or service account",
+                file=sys.stderr,
+            )
+    return found
 
 
 def _check_affordable(provider: MachineProvider, order: LaunchOrder) -> None:
