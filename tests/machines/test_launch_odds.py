@@ -38,12 +38,26 @@ def profile(tmp_path: Path) -> str:
 
 
 def odds(
-    profile: str, prices: dict[Market, float], order: dict[str, object] | None = None, **limits: float
+    profile: str,
+    prices: dict[Market, float],
+    *,
+    deadline: float | None = None,
+    budget: float | None = None,
+    trace: str = "",
 ) -> LaunchOdds:
     requests = tuple(MachineRequest(count=1, market=market) for market in prices)
-    options = {"launch": "tiny-1", "job": "tiny", "provider": "hosts", "requests": requests, **(order or {})}
-    config = RunConfig(nodes=4, profile=profile, out="s3://bucket/a", preemption_rate=0.5, strategy="reroute", **limits)
-    return find_odds(partial(tiny_jobs.job, steps=STEPS), config, LaunchOrder(**options), 4, prices, markets=5)
+    options = {"trace": trace} if trace else {}
+    order = LaunchOrder(launch="tiny-1", job="tiny", provider="hosts", requests=requests, options=options)
+    config = RunConfig(
+        nodes=4,
+        profile=profile,
+        out="s3://bucket/a",
+        preemption_rate=0.5,
+        strategy="reroute",
+        deadline=deadline,
+        budget=budget,
+    )
+    return find_odds(partial(tiny_jobs.job, steps=STEPS), config, order, 4, prices, markets=5)
 
 
 def test_on_demand_machines_keep_what_the_speed_and_the_price_allow(profile: str) -> None:
@@ -71,8 +85,7 @@ def test_a_market_trace_is_the_market_of_its_launch(profile: str, tmp_path: Path
     """Nobody can train on machines that the trace never has."""
     trace = tmp_path / "market.csv"
     trace.write_text("t_s,kind,node,zone\n0,add,a,z\n36000,remove,a,z\n")
-    settings: dict[str, object] = {"provider": "trace", "options": {"trace": str(trace)}}
-    found = odds(profile, {"spot": 0.3}, settings, deadline=20 * HOUR)
+    found = odds(profile, {"spot": 0.3}, deadline=20 * HOUR, trace=str(trace))
     assert str(trace.name) in found.sentence()
     assert not any(each.kept_deadline for each in found.outcomes)
 

@@ -18,6 +18,7 @@ from culm.machines.engines.ssh_hosts import Host, parse_hosts
 from culm.machines.engines.trace_machines import present_nodes
 from culm.machines.launch_order import LaunchOrder
 from culm.machines.launch_registry import RegisteredLaunch, find_launches, known_launches
+from culm.machines.machine_gpus import gpus_of_machines
 from culm.machines.machine_provider import LaunchSpec, MachineRequest, ProviderSettings
 from culm.machines.machine_provider_registry import open_machine_provider
 from culm.machines.suitable_instances import suitable_instances
@@ -305,3 +306,24 @@ def test_list_prints_json(capsys: pytest.CaptureFixture[str], tmp_path: Path, mo
     with pytest.raises(SystemExit):
         main(["down", "--all"])
     assert "nothing of gpt (gpt-1a2b3c on local) is left" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "instances", "gpus"),
+    [
+        ({}, [""], None),
+        ({}, ["p3.8xlarge"], 4),
+        ({}, ["A100:8"], 8),
+        ({}, ["no-such-type"], None),
+        ({"gpus": "2"}, ["p3.8xlarge"], 2),
+        ({"gres": "gpu:4"}, [""], 4),
+        ({"gres": "gpu:a100:3"}, [""], 3),
+        ({"gres": "gpu"}, [""], 1),
+        ({"gres": "gpu:a100"}, [""], 1),
+        ({"gres": "license:1"}, [""], None),
+    ],
+)
+def test_the_gpus_of_machines_are_what_the_request_says(
+    options: dict[str, str], instances: list[str], gpus: int | None
+) -> None:
+    assert gpus_of_machines(options, instances) == gpus

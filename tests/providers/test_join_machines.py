@@ -168,7 +168,7 @@ def test_a_machine_that_the_run_has_no_use_for_is_released(
 
     async def main() -> RunResult:
         file.write_text(JOB.replace("steps=40", "steps=1000"))
-        async with led(fork_server, url, file, local_nodes=2, reconfigure="never") as run:
+        async with led(fork_server, url, file, local_nodes=2, reconfigure="never", slow_factor=0.0) as run:
             await run.wait_for_first_step()
             async with attending(elsewhere, place(url), said, **settings) as task:
                 assert await run.next_event() == NodeJoinedEvent(2, has_empty_slot=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 _MAX_REJOINS_OF_MACHINE = 20
 """How often a machine rejoins: a worker that fails this often will fail again."""
 _RESULT_TIMEOUT_S = 5.0
+_REMIND_S = 30.0
 
 
 class RunParticipant:
@@ -108,12 +110,16 @@ class RunParticipant:
             await self._report_layers(store, node, waiting)
 
     async def _report_joined(self, store: Store, node: int) -> None:
-        """Report how many nodes have joined, from the registration of this one until the run begins."""
+        """Report how many nodes have joined, from the registration of this one until the run begins: at once, when all
+        are there, and at most every half minute in between."""
         there: set[str] = set()
+        loop, said_at = asyncio.get_running_loop(), -math.inf
         async with aclosing(store.watch("nodes/")) as changes:
             async for key, value in changes:
                 (there.discard if value is None else there.add)(key)
-                if f"nodes/{node}" in there:
+                is_due = len(there) >= self._wanted or loop.time() - said_at >= _REMIND_S
+                if f"nodes/{node}" in there and is_due:
+                    said_at = loop.time()
                     missing = "" if len(there) >= self._wanted else "; the run waits for the others"
                     self._print(f"node {node} has joined: {len(there)} of {self._wanted} nodes are there{missing}")
 

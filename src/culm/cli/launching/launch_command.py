@@ -36,6 +36,7 @@ from culm.config import RunConfig
 from culm.errors import RunError, UsageError
 from culm.job import Job, find_job_file, import_root, load_job, parse_overrides
 from culm.machines.launch_order import LaunchOrder
+from culm.machines.machine_gpus import gpus_of_machines
 from culm.machines.machine_provider import (
     EngineMissing,
     LaunchSpec,
@@ -66,6 +67,8 @@ _SAME_FILES = ("local", "slurm", "trace")
 _END_TIMEOUT_S = 120.0
 """Limit for ending the machines after a second Ctrl-C."""
 _LABEL_LENGTH = 40
+_SECRET_NAME = re.compile(r"(SECRET|TOKEN|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY)(_|$)", re.IGNORECASE)
+"""Names of environment variables that usually hold secrets."""
 _START_AFTER_S = 120.0
 """When a run begins without the machines that have not come yet."""
 
@@ -135,7 +138,11 @@ def launch(
         if options.get("budget") is not None:
             options["node_price"] = 0.0  # of nodes of this machine; those of the provider report their own price
         options["start_after"] = _START_AFTER_S if options["start_after"] is None else options["start_after"]
+        given = parse_assignments(option or [], "--option", "region=us-east-1") | (
+            {} if hosts is None else {"hosts": hosts}
+        )
         config = build_config({**options, **({} if join is None else {"join": join})})
+        config = _with_all_gpus(config, context, given, _names(instance))
         count = _machine_count(config)
         job_file = find_job_file(file)
         add_search_folders(import_root(job_file), job_file.parent)
@@ -156,9 +163,6 @@ def launch(
             place = launch_on_head(place, file, arguments)
             show_launched(place, detach=detach, quiet=quiet, json_=json_)
             return
-        given = parse_assignments(option or [], "--option", "region=us-east-1") | (
-            {} if hosts is None else {"hosts": hosts}
-        )
         requests = _requests(
             _instances(instance, on, given, config, spot=spot, any_=any_), zone, _markets(config, spot=spot)
         )
@@ -177,7 +181,7 @@ def launch(
             notice=machine_notice,
             grace_s=grace,
             abandon_after_s=abandon_after,
-            environment=parse_assignments(env or [], "--env", "NCCL_DEBUG=INFO"),
+            environment=_environment(env or []),
         )
         provider = open_machine_provider(on, ProviderSettings(launch=order.launch, options=given, price=order.price))
         console = make_console(stderr=json_ or dry_run)
@@ -209,6 +213,27 @@ def launch(
             print(json.dumps(to_plain_json(summary)))
 
 
+def _with_all_gpus(
+    config: RunConfig, context: typer.Context, options: Mapping[str, str], instances: Sequence[str]
+) -> RunConfig:
+    """The config with a worker for each GPU of a machine, if their number is known and the user does not say how many
+    there are. Raises UsageError if it differs between machines."""
+    source = context.get_parameter_source("workers_per_node")
+    is_given, used = source is not None and source.name == "COMMANDLINE", config.workers_per_node
+    try:
+        gpus = gpus_of_machines(options, instances) or 1
+    except UsageError:
+        if not is_given:
+            raise
+        return config
+    if is_given and gpus > used:
+        print(f"culm: warning: machines have {gpus} GPUs, and --workers-per-node {used} uses {used}", file=sys.stderr)
+    if is_given or gpus == used:
+        return config
+    print(f"culm: a node has a worker for each of its {gpus} GPUs: --workers-per-node changes that", file=sys.stderr)
+    return dataclasses.replace(config, workers_per_node=gpus)
+
+
 def _machine_count(config: RunConfig) -> int:
     """How many machines the run needs. Raises UsageError if the options do not say it."""
     if config.nodes is not None:
@@ -237,6 +262,21 @@ def _known_price(price: float | None, kinds: int) -> float | None:
             "and --zone, and --deadline without --spot"
         )
     return price
+
+
+def _environment(given: Sequence[str]) -> dict[str, str]:
+    """The values of --env. Raises UsageError for a name that is none; warns of what looks like a secret."""
+    found = parse_assignments(given, "--env", "NCCL_DEBUG=INFO")
+    for name in found:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise UsageError(f"--env names {name!r}, which is no environment variable: use letters, digits and _")
+        if _SECRET_NAME.search(name):
+            print(
+                f"culm: warning: --env {name} is not kept secret: manifests, user data and scripts show it; let the "
+                "machines get it from their image, role or service account",
+                file=sys.stderr,
+            )
+    return found
 
 
 def _check_affordable(provider: MachineProvider, order: LaunchOrder) -> None:

@@ -211,7 +211,7 @@ class RayMachines:
         on_node = NodeAffinitySchedulingStrategy(node, soft=False)
         options = {"max_restarts": 0, "name": id_, "lifetime": "detached", "scheduling_strategy": on_node}
         options |= self._actor_options()
-        actor = ray.remote(RayAgent).options(**options).remote()
+        actor: Any = ray.remote(RayAgent).options(**options).remote()
         actor.start.remote(spec.agent_command(request), environment)
         self._machines[id_] = RayMachine(actor, node, time.time())
         return id_
