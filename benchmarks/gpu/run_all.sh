@@ -191,6 +191,7 @@ for step in "${steps[@]}"; do
         continue
     fi
     read -r usual longest < <(expected "$step")
+    [[ $device == cpu ]] && longest=$((4 * longest))  # the times are those of GPUs
     left=$((limit - (SECONDS - began)))
     if ((usual > left)); then
         echo "== $step: left out, it takes about $usual s and $left s are left"
