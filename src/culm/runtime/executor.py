@@ -163,8 +163,7 @@ class Executor:
             await self._clock.after_action(self._node, step, f"launch {op.label}")
             return
         await self._send_output(step, op, outputs)
-        if kind is not Kind.F:
-            op.segment.free_last_tape()
+        op.segment.free_last_tape()
         end = self._clock.now()
         self._state.spans.append((step, op.label, start, end))
         self._state.open_step(step).record_work(op.work_name, end - start)
