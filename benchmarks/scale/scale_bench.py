@@ -73,7 +73,8 @@ def _ms_per_step(steps: Sequence[float]) -> float:
     """Milliseconds of a step, on average over the steps between two looks for slow nodes; each of them is the minimum
     of several rounds."""
     rounds = [steps[at : at + WINDOW_STEPS] for at in range(0, len(steps), WINDOW_STEPS)]
-    return 1e3 * sum(map(min, zip(*rounds, strict=True))) / WINDOW_STEPS
+    fastest = [min(each[index] for each in rounds) for index in range(WINDOW_STEPS)]
+    return 1e3 * sum(fastest) / WINDOW_STEPS
 
 
 def _row(cost: LossCost) -> dict[str, Any]:

@@ -201,9 +201,14 @@ class OptimizerStep:
         """Send the norms of a segment to the workers that get them from this one. In a recovered step the first runner
         sends them to all: others may have ended the step."""
         runners, norms = self._context.runner_slots(step, g), self._state.open_step(step).grad_norms[g]
-        is_recovered = step in self._epoch.recovery.steps
-        slots = receivers if is_recovered else next_receivers(self._slot, runners, receivers, self._plan.stages)
+        slots = (
+            receivers if self._is_recovered(step) else next_receivers(self._slot, runners, receivers, self._plan.stages)
+        )
         self._send(step, f"norms {g}", [norms], slots)
+
+    def _is_recovered(self, step: int) -> bool:
+        recovery = self._epoch.recovery
+        return step in recovery.steps
 
     async def _global_norm(
         self, step: int, replicas: Sequence[StageReplica], receivers: Collection[int]
@@ -219,7 +224,7 @@ class OptimizerStep:
         for g in dict.fromkeys((*own, *range(self._plan.segments))):  # its own first: others wait for them
             if g not in norms:
                 (norms[g],) = await self._receive(step, f"norms {g}")
-                if g in own and step not in self._epoch.recovery.steps:
+                if g in own and not self._is_recovered(step):
                     self._send_or_forward(step, g, receivers)
         norm, factor = clip_factor(self._job, [norms[g] for g in range(self._plan.segments)])
         return norm, factor

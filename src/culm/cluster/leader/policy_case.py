@@ -31,7 +31,7 @@ from culm.schedule import Plan
 from culm.strategies.strategy import Strategy
 
 
-class StepTimes:
+class LayoutStepTimes:
     """Predicted step times of layouts, each computed once."""
 
     def __init__(self, model: ShapeInputs) -> None:
@@ -52,7 +52,7 @@ class PolicyCase:
     strategy: Strategy
     reconfigure: str
     """The policy: cost or bamboo."""
-    step_times: StepTimes
+    step_times: LayoutStepTimes
     state: ReconfigureState
     shape: PipelineShape
     plan: str

@@ -12,7 +12,7 @@ import msgspec
 from culm.cluster.leader.events import DecideReshape, PlannedEpoch, PlanReshape, ReshapeDecided, ReshapeVerdict
 from culm.cluster.leader.next_epoch import NextEpoch
 from culm.cluster.leader.plan_improver import PlanImprover
-from culm.cluster.leader.policy_case import PolicyCase, StepTimes
+from culm.cluster.leader.policy_case import LayoutStepTimes, PolicyCase
 from culm.cluster.leader.reshaped_epoch import ReshapeInputs, any_weights_after, initial_shape, layer_model_of
 from culm.errors import PlanError
 from culm.plan.replan.plan_case import Slot
@@ -64,7 +64,7 @@ class ReshapeController:
         """The shape to change to because the memory of a worker does not suffice."""
         self._quiet_period = SettleTimer()
         self.plan_improver = PlanImprover(state)
-        self._step_times: StepTimes | None = None
+        self._step_times: LayoutStepTimes | None = None
         self._asked: tuple[frozenset[int], int] | None = None
         """The workers and the epoch that the policy was asked about last."""
         self._verdict: ReshapeVerdict | None = None
@@ -149,9 +149,9 @@ class ReshapeController:
         return self._known_step_times.model
 
     @property
-    def _known_step_times(self) -> StepTimes:
+    def _known_step_times(self) -> LayoutStepTimes:
         if self._step_times is None:
-            self._step_times = StepTimes(layer_model_of(self.state.initial_setup))
+            self._step_times = LayoutStepTimes(layer_model_of(self.state.initial_setup))
         return self._step_times
 
     def _policy_reshape(self, epoch: Epoch, step: int) -> tuple[Depths, str] | None:
