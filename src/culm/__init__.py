@@ -33,7 +33,7 @@ providers reads launches, job archives and join tokens from machines. No two mod
     training     culm.train, culm.start and culm.join
     gnn/         graph networks on servers and elastic workers
     testing/     public: the reference loop, the simulated cluster, faults
-    verify/      prove a run by retraining it between its checkpoints
+    verification/  culm.verify: prove a run by retraining it between its checkpoints
     soak/        real processes under real faults for a long time
     cli/         one file per command, in packages by what it is for
 """
@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from culm.config import RunConfig
     from culm.summary import Summary
     from culm.training import join, start, train
+    from culm.verification.verification_result import Verification
+    from culm.verification.verify_run import verify
 
 __all__ = [
     "STOP",
@@ -63,12 +65,14 @@ __all__ = [
     "Monitor",
     "RunConfig",
     "Summary",
+    "Verification",
     "__version__",
     "hf",
     "join",
     "record",
     "start",
     "train",
+    "verify",
 ]
 
 _LAZY = {
@@ -77,6 +81,8 @@ _LAZY = {
     "join": "culm.training",
     "start": "culm.training",
     "train": "culm.training",
+    "Verification": "culm.verification.verification_result",
+    "verify": "culm.verification.verify_run",
 }
 """Imported on first use, so that commands that need none of them start fast."""
 

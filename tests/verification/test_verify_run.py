@@ -19,7 +19,7 @@ from culm.config import RunConfig
 from culm.job import load_job
 from culm.testing import Faults
 from culm.testing.simulated_cluster import run_prepared
-from culm.verify import recorded_run
+from culm.verification import recorded_run
 
 JOB = str(Path(__file__).with_name("verified_job.py"))
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,62 +19,12 @@ from culm.runtime.compute.device import select_device
 from culm.runtime.compute.model_state import ModelState
 from culm.runtime.compute.snapshot import Snapshot, total_digest
 from culm.testing.reference_loop import train_step
+from culm.verification.verification_result import Difference, ProgressCallback, Verification
 
 if TYPE_CHECKING:
     from culm.checkpoint import CheckpointReader
     from culm.job import Job
-    from culm.verify.recorded_run import CheckpointRange, RecordedRun
-
-ProgressCallback: TypeAlias = Callable[[str, int, int], None]
-"""Called with a text, the steps done and all steps."""
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The first difference between the run and its retraining."""
-
-    step: int
-    """Completed steps of the checkpoint that differs: the cause is in the steps since `after`."""
-    layer: int | None
-    """None: the checkpoint is equal, but the digest in summary.json is not."""
-    what: str
-    """weights, buffers, optimizer, the key of summary.json, or file: a file is damaged, and its tensors cannot be
-    read."""
-    tensor: str | None
-    """The first tensor of the layer that differs."""
-    after: int
-    """Completed steps of the last state that was equal, or of the start."""
-    loss_step: int | None
-    """The first step since the start whose loss differs from steps.jsonl; None: all losses are equal."""
-
-
-@dataclass(frozen=True)
-class Verification:
-    """The result of `verify_steps`."""
-
-    steps: CheckpointRange
-    layers: int
-    checkpoints: tuple[int, ...]
-    """The checkpoints that were compared and are equal."""
-    difference: Difference | None
-    damage: str | None = None
-    """If the checkpoint that differs does not have the bytes that were written: which of its files, as a sentence."""
-
-    @property
-    def proven_steps(self) -> int:
-        """Steps that were retrained to the same bits."""
-        return (self.checkpoints[-1] if self.checkpoints else self.steps.first) - self.steps.first
-
-    def to_fields(self) -> dict[str, Any]:
-        """The JSON of `culm verify --json`."""
-        return {
-            "equal": self.difference is None,
-            "steps": self.proven_steps,
-            "first_difference": None if self.difference is None else asdict(self.difference),
-            "range": list(self.steps),
-            "checkpoints": list(self.checkpoints),
-            "damage": self.damage,
-        }
+    from culm.verification.recorded_run import CheckpointRange, RecordedRun
 
 
 def verify_steps(
