@@ -31,6 +31,8 @@ providers reads launches, job archives and join tokens from machines. No two mod
     providers/   start nodes; execute a run
     machines/    machines that join a run: store, tokens, job archives, providers of machines
     training     culm.train, culm.start and culm.join
+    running_jobs  culm.attach and culm.stop: running jobs of this machine
+    launching    culm.launch: machines that culm starts and ends
     gnn/         graph networks on servers and elastic workers
     testing/     public: the reference loop, the simulated cluster, faults
     verification/  culm.verify: prove a run by retraining it between its checkpoints
@@ -51,6 +53,8 @@ from culm.version import __version__
 if TYPE_CHECKING:
     from culm import hf
     from culm.config import RunConfig
+    from culm.launching import launch
+    from culm.running_jobs import attach, stop
     from culm.summary import Summary
     from culm.training import join, start, train
     from culm.verification.verification_result import Verification
@@ -67,10 +71,13 @@ __all__ = [
     "Summary",
     "Verification",
     "__version__",
+    "attach",
     "hf",
     "join",
+    "launch",
     "record",
     "start",
+    "stop",
     "train",
     "verify",
 ]
@@ -78,8 +85,11 @@ __all__ = [
 _LAZY = {
     "RunConfig": "culm.config",
     "Summary": "culm.summary",
+    "attach": "culm.running_jobs",
     "join": "culm.training",
+    "launch": "culm.launching",
     "start": "culm.training",
+    "stop": "culm.running_jobs",
     "train": "culm.training",
     "Verification": "culm.verification.verification_result",
     "verify": "culm.verification.verify_run",

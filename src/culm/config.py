@@ -248,9 +248,8 @@ class JoinOptions(TypedDict, total=False):
     node_price: float | None
 
 
-class RunOptions(JoinOptions, total=False):
-    """The fields of RunConfig as keyword arguments of `culm.train`, so that editors complete them. A test compares them
-    with RunConfig."""
+class LaunchOptions(TypedDict, total=False):
+    """The fields of RunConfig that a launch does not decide itself, as keyword arguments of `culm.launch`."""
 
     pipelines: int | None
     stages: int | None
@@ -280,18 +279,24 @@ class RunOptions(JoinOptions, total=False):
     start_timeout: float
     start_after: float | None
     hook_timeout: float | None
-    kills: Iterable[str]
-    trace: PathOrUrl | None
-    speedup: float
-    notice: float
     budget: float | None
     deadline: float | None
-    max_price: float | None
-    local_nodes: int | None
     encrypt: EncryptionPolicy
     reduce: ReduceLibrary
     writers: Iterable[str | type]
     dash: bool
+
+
+class RunOptions(JoinOptions, LaunchOptions, total=False):
+    """The fields of RunConfig as keyword arguments of `culm.train`, so that editors complete them. A test compares them
+    with RunConfig."""
+
+    kills: Iterable[str]
+    trace: PathOrUrl | None
+    speedup: float
+    notice: float
+    max_price: float | None
+    local_nodes: int | None
 
 
 def merge_options(config: RunConfig | None, options: Mapping[str, Any], *, stacklevel: int = 2) -> RunConfig:

@@ -32,7 +32,7 @@ from culm.providers.local_provider import ForkServerClient, run_numbers
 from culm.providers.run_store import StoreLocation
 from culm.providers.shared_run import find_shared_run
 from culm.providers.supervisor.run_registry import registry_name
-from culm.providers.supervisor.run_window import RunStopped, SupervisorClient
+from culm.providers.supervisor.run_window import END_TIMEOUT_S, RunStopped, SupervisorClient
 from culm.providers.supervisor.window_messages import StartRun
 from culm.runtime.clock import RealClock
 from culm.summary import Summary
@@ -76,12 +76,14 @@ def train(
     process is left running in either case.
     """
     resources, source, on_step = _prepare(job, config, overrides or {}, options)
-    observer = _make_observer(sys.stderr.isatty() if progress is None else progress)
+    observer = make_observer(progress)
     try:
         if fork_server is not None:
             fields = _train_in_process(fork_server, source, resources, observer, on_step)
         else:
-            fields = _train_supervised(source, resources, observer, on_step)
+            name = _run_name(resources, source)
+            start_run = StartRun(source, resources.config, name, calls_hook=on_step is not None)
+            fields = execute_supervised(start_run, observer, on_step)
     finally:
         observer.close()
     return Summary.from_fields(fields, resources.config.out)
@@ -104,7 +106,7 @@ def start(
     start_run = StartRun(source, resources.config, _run_name(resources, source), detached=True)
     none = subprocess.DEVNULL  # the streams of this process may be closed while the run continues
     with SupervisorClient(stdout=none, stderr=none, captures_output=True) as supervisor:
-        return _run_blocking(supervisor.start_detached(start_run, _LogObserver()))
+        return run_blocking(supervisor.start_detached(start_run, _LogObserver()))
 
 
 def _prepare(
@@ -139,20 +141,19 @@ def _run_name(resources: RunResources, source: JobSource) -> str:
     return registry_name(resources.config.job_name, source.reference)
 
 
-def _train_supervised(
-    source: JobSource, resources: RunResources, observer: _Observer, on_step: StepHook | None
+def execute_supervised(
+    start_run: StartRun, observer: ShownObserver, on_step: StepHook | None, *, end_timeout_s: float = END_TIMEOUT_S
 ) -> dict[str, Any]:
-    """Execute a run in a supervisor process, and call the hook in this one."""
-    start_run = StartRun(source, resources.config, _run_name(resources, source), calls_hook=on_step is not None)
+    """Execute a run in a supervisor process, call the hook in this one, and return the fields of summary.json."""
     raises_on_ctrl_c = _ctrl_c_raises()
-    with SupervisorClient() as supervisor:
+    with SupervisorClient(end_timeout_s=end_timeout_s) as supervisor:
 
         async def main() -> dict[str, Any]:
             with _end_gracefully_on_ctrl_c(supervisor.interrupt, enabled=raises_on_ctrl_c):
-                return await supervisor.execute_run(start_run, observer, on_step=on_step, on_notice=_print_line)
+                return await supervisor.execute_run(start_run, observer, on_step=on_step, on_notice=print_line)
 
         try:
-            return _run_blocking(main())
+            return run_blocking(main())
         except RunStopped as stopped:
             if not supervisor.interrupted:
                 raise
@@ -163,11 +164,11 @@ def _train_in_process(
     fork_server: ForkServerClient,
     source: JobSource,
     resources: RunResources,
-    observer: _Observer,
+    observer: ShownObserver,
     on_step: StepHook | None,
 ) -> dict[str, Any]:
     """Execute a run in this process, with a fork server that is left open."""
-    graceful_stop = GracefulStop(_print_line)
+    graceful_stop = GracefulStop(print_line)
     raises_on_ctrl_c = _ctrl_c_raises()
 
     async def call_hook(metrics: StepMetrics) -> HookAnswer:
@@ -185,7 +186,7 @@ def _train_in_process(
                 graceful_stop=graceful_stop,
             )
 
-    fields = _run_blocking(main())
+    fields = run_blocking(main())
     if graceful_stop.requested:
         raise KeyboardInterrupt(interrupted_message(resources.config.out))
     return fields
@@ -226,7 +227,8 @@ def _end_gracefully_on_ctrl_c(request: Callable[[], bool], *, enabled: bool) -> 
         loop.remove_signal_handler(signal.SIGINT)
 
 
-def _print_line(text: str) -> None:
+def print_line(text: str) -> None:
+    """Print a notice on stderr."""
     print(f"culm: {text}", file=sys.stderr, flush=True)
 
 
@@ -315,7 +317,7 @@ def join(
             async with _giving_up(location, abandon_after_s) as given_up:
                 await _join_until_ended(participant, grace, given_up)
 
-    _run_blocking(main())
+    run_blocking(main())
 
 
 @asynccontextmanager
@@ -371,15 +373,17 @@ async def _join_until_ended(participant: RunParticipant, grace_s: float, given_u
         raise KeyboardInterrupt from None
 
 
-class _Observer(RunObserver, Protocol):
+class ShownObserver(RunObserver, Protocol):
     """Shows the progress of a run until it is closed."""
+
+    def print_line(self, text: str) -> None: ...
 
     def close(self) -> None: ...
 
 
-def _make_observer(shown: bool) -> _Observer:
-    """Show the progress as `culm run` does, or log it."""
-    if not shown:
+def make_observer(progress: bool | None) -> ShownObserver:
+    """Show the progress as `culm run` does, or log it; None: show it if stderr is a terminal."""
+    if not (sys.stderr.isatty() if progress is None else progress):
         return _LogObserver()
     from culm.cli.progress_display import make_console, make_display
 
@@ -404,9 +408,12 @@ class _LogObserver:
     def show_event(self, text: str) -> None:
         _log.info(text)
 
+    def print_line(self, text: str) -> None:
+        _log.info(text)
+
     def show_url(self, url: str) -> None:
         """Printed, because the caller asked for the page."""
-        _print_line(f"the run is shown at {url}")
+        print_line(f"the run is shown at {url}")
 
 
 def pickle_job(job: Job, *, keep_hook: bool = False) -> JobSource:
@@ -428,7 +435,7 @@ def pickle_job(job: Job, *, keep_hook: bool = False) -> JobSource:
     return JobSource(pickled=data, path=tuple(sys.path))
 
 
-def _run_blocking(main: Coroutine[Any, Any, T]) -> T:
+def run_blocking(main: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end. If an event loop is running already (a notebook), use a thread with its own loop."""
     try:
         asyncio.get_running_loop()

@@ -29,9 +29,17 @@ def test_a_run_is_equal(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_steps_are_chosen_and_generators_keep_their_states(run: Path) -> None:
-    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    seed_generators()
+    expected = random.random(), np.random.random(), torch.rand(1).item()
+    seed_generators()
     assert culm.verify(run, (0, 4)).proven_steps == 4
-    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before
+    assert (random.random(), np.random.random(), torch.rand(1).item()) == expected
+
+
+def seed_generators() -> None:
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
 
 
 def test_a_changed_bit_is_a_difference(run: Path) -> None:
@@ -61,5 +69,5 @@ def test_steps_that_are_no_range_are_refused(run: Path, steps: object) -> None:
 
 
 def test_what_is_no_job_is_refused(run: Path) -> None:
-    with pytest.raises(culm.CulmError, match="job is of type int: pass a culm.Job or a function that returns one"):
+    with pytest.raises(culm.CulmError, match=r"job is of type int: pass a culm\.Job or a function that returns one"):
         culm.verify(run, job=lambda: 3)  # type: ignore[arg-type, return-value]

@@ -136,6 +136,17 @@ def show_on_head(head: HeadLaunch, arguments: Sequence[str]) -> int:
     return status
 
 
+def ask_head(head: HeadLaunch, arguments: Sequence[str]) -> str:
+    """Run a command of culm on a head until it ends, and return what it printed. Raises RunError or UsageError with its
+    last line if it failed."""
+    status, output, problem = _talk(head, arguments, timeout_s=None)
+    if status == SSH_FAILED:
+        raise RunError(f"the head {head.head} cannot be reached; the run goes on there: {problem}")
+    if status:
+        raise (UsageError if status == UsageError.exit_code else RunError)(problem.removeprefix("culm: "))
+    return output
+
+
 def list_on_head(head: HeadLaunch) -> dict[str, Any] | None:
     """The row of a launch in `culm list --json` of its head; None: it has ended. Raises RunError without an answer."""
     status, output, problem = _talk(head, ["list", "--json"])
@@ -145,8 +156,10 @@ def list_on_head(head: HeadLaunch) -> dict[str, Any] | None:
     return next((row for row in rows if row["launch"] == head.launch), None)
 
 
-def _talk(head: HeadLaunch, arguments: Sequence[str]) -> tuple[int, str, str]:
-    """(exit status, output, last line of stderr) of a short command of culm on a head."""
+def _talk(
+    head: HeadLaunch, arguments: Sequence[str], *, timeout_s: float | None = _ANSWER_TIMEOUT_S
+) -> tuple[int, str, str]:
+    """(exit status, output, last line of stderr) of a command of culm on a head."""
     try:
         done = subprocess.run(
             _remote(head, arguments),
@@ -154,11 +167,11 @@ def _talk(head: HeadLaunch, arguments: Sequence[str]) -> tuple[int, str, str]:
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=_ANSWER_TIMEOUT_S,
+            timeout=timeout_s,
             check=False,
         )
-    except subprocess.TimeoutExpired:
-        return SSH_FAILED, "", f"no answer within {_ANSWER_TIMEOUT_S:.0f} s"
+    except subprocess.TimeoutExpired as expired:
+        return SSH_FAILED, "", f"no answer within {expired.timeout:.0f} s"
     except OSError as error:
         raise UsageError(f"{head.ssh[0]} cannot be run ({error.strerror})") from None
     lines = done.stderr.strip().splitlines()

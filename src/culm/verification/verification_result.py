@@ -76,9 +76,11 @@ class Verification:
         if at.what == "file":
             return f"different: the checkpoint of step {at.step} cannot be compared{damage}"
         if at.layer is None:
-            return f"different: {at.what} in summary.json is not the digest of step {at.step}, whose checkpoint is equal"
+            place = f"the digest of step {at.step}, whose checkpoint is equal"
+            return f"different: {at.what} in summary.json is not {place}"
         loss = "all losses are equal" if at.loss_step is None else f"the loss first differs in step {at.loss_step}"
         proven = f"{self.steps.first}:{at.after} is equal, " if at.after > self.steps.first else ""
         return (
-            f"different: layer {at.layer}, {at.what} ({at.tensor}), in steps {at.after}:{at.step}; {proven}{loss}{damage}"
+            f"different: layer {at.layer}, {at.what} ({at.tensor}), in steps {at.after}:{at.step}; "
+            f"{proven}{loss}{damage}"
         )

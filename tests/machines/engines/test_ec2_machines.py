@@ -16,12 +16,12 @@ import pytest
 from tests.machines.engines.emulated_instances import instance_commands, run_boot_script
 from tests.machines.engines.fake_aws import IMAGE, REGION, FakeAws, moto_server, set_up_account, share_session
 
-from culm.cli.launching.launch_command import _checked
 from culm.errors import RunError, UsageError
 from culm.machines.engines.ec2_machines import Ec2Machines, _raise_unless_lack_of_capacity, read_console
 from culm.machines.engines.ec2_prices import newest_by_zone
 from culm.machines.engines.ec2_templates import Ec2Options, boot_script
 from culm.machines.join_token import JoinToken, encode_token
+from culm.machines.launch_preparation import check_requests
 from culm.machines.machine_provider import LaunchSpec, Machine, MachineProvider, MachineRequest, ProviderSettings
 from culm.machines.machine_provider_registry import open_machine_provider
 
@@ -185,10 +185,10 @@ def test_a_request_that_can_not_work_is_refused_before_anything_is_started(
 
 def test_of_the_types_that_culm_proposes_those_that_a_region_lacks_are_left_out(aws: FakeAws) -> None:
     sold, unknown = SPOT, MachineRequest(count=1, instance="g5.huge")
-    assert _checked(provider(), [unknown, sold], 2, any_=True, dry_run=False) == ((sold,), "")
+    assert check_requests(provider(), [unknown, sold], 2, any_=True, dry_run=False) == ((sold,), "")
     for proposed in (True, False):
         with pytest.raises(UsageError, match=r"g5\.huge"):
-            _checked(provider(), [unknown] if proposed else [sold, unknown], 2, any_=proposed, dry_run=False)
+            check_requests(provider(), [unknown] if proposed else [sold, unknown], 2, any_=proposed, dry_run=False)
 
 
 def test_without_credentials_or_region_one_sentence_says_what_to_set(

@@ -13,11 +13,10 @@ import typer
 from culm.cli.running.run_command import detached_words
 from culm.errors import RunError, UsageError
 from culm.machines.engines.ssh_hosts import parse_hosts
-from culm.machines.head_registry import HeadLaunch, find_head_launch, forget_head_launch, note_head_launch
+from culm.machines.head_registry import HeadLaunch, forget_head_launch, note_head_launch
 from culm.machines.job_archive import pack_job
-from culm.machines.launch_registry import known_launches
+from culm.machines.job_lookup import find_job_or_head
 from culm.machines.remote_head import check_head, head_command, list_on_head, show_on_head, start_on_head
-from culm.providers.supervisor.run_registry import find_job
 
 if TYPE_CHECKING:
     from culm.providers.supervisor.run_registry import FoundJob
@@ -96,26 +95,10 @@ def show_launched(head: HeadLaunch, *, detach: bool, quiet: bool, json_: bool) -
 def find_job_or_show_on_head(name: str, command: str, *flags: str) -> FoundJob:
     """The job of this name on this machine. If it was launched on a head, and no newer job has its name, the command
     runs there instead: this raises typer.Exit with its exit code. Raises UsageError if there is no such job."""
-    head = find_head_launch(name)
-    try:
-        found = find_job(name)
-    except UsageError:
-        if head is None:
-            _raise_if_abandoned(name)
-            raise
-    else:
-        if head is None or found.running or found.entry.started_at > head.started_at:
-            return found
-    raise typer.Exit(show_on_head(head, [command, head.job, *flags]))
-
-
-def _raise_if_abandoned(name: str) -> None:
-    """Raise UsageError if a launch has this name whose supervisor was killed."""
-    for launch in known_launches():
-        if name in (launch.record.job, launch.record.order.launch) and not launch.is_supervised:
-            raise UsageError(
-                f"the supervisor of {name!r} was killed, and machines of it may be left: end them with culm down {name}"
-            )
+    found = find_job_or_head(name)
+    if isinstance(found, HeadLaunch):
+        raise typer.Exit(show_on_head(found, [command, found.job, *flags]))
+    return found
 
 
 def end_on_head(head: HeadLaunch, *, at_once: bool) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from contextlib import aclosing, closing
-from typing import TYPE_CHECKING, Annotated
+from contextlib import closing
+from typing import Annotated
 
 import typer
 
@@ -13,14 +13,8 @@ from culm.cli.launching.head_launch import find_job_or_show_on_head
 from culm.cli.progress_display import make_console, make_display
 from culm.cli.run_tables import summary_table
 from culm.cli.signal_handling import run_until_signal
-from culm.errors import RunError
 from culm.observe.writers.run_folder import to_plain_json
-from culm.providers.supervisor.run_window import attached_messages, show_message, summary_or_raise
-from culm.providers.supervisor.window_messages import RunEnded
-
-if TYPE_CHECKING:
-    from culm.cli.progress_display import ProgressDisplay
-    from culm.providers.supervisor.run_registry import FoundJob
+from culm.providers.supervisor.run_window import show_until_end, summary_or_raise
 
 JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="Name or run folder of a job of this machine.")]
 
@@ -36,21 +30,13 @@ def attach(
         found = find_job_or_show_on_head(job, "attach", *["--quiet"] * quiet, *["--json"] * json_)
         console = make_console(stderr=json_)
         with closing(make_display(console, quiet=quiet)) as display:
-            ended = run_until_signal(_show_job(found, display), lambda _: _left_message(found.entry.name))
+            showing = show_until_end(found, display, display.show_event, display.print_line)
+            ended = run_until_signal(showing, lambda _: _left_message(found.entry.name))
         summary = summary_or_raise(ended)
         if not quiet:
             console.print(summary_table(summary, found.entry.out))
         if json_:
             print(json.dumps(to_plain_json(summary)))
-
-
-async def _show_job(job: FoundJob, display: ProgressDisplay) -> RunEnded:
-    async with aclosing(attached_messages(job)) as messages:
-        async for message in messages:
-            if isinstance(message, RunEnded):
-                return message
-            show_message(message, display, display.show_event, display.print_line)
-    raise RunError(f"the supervisor of job {job.entry.name!r} was killed, and its nodes have ended with it")
 
 
 def _left_message(name: str) -> str:

@@ -10,7 +10,6 @@ from culm.cli.error_reporting import report_errors
 from culm.cli.launching.head_launch import find_job_or_show_on_head
 from culm.cli.signal_handling import run_until_signal
 from culm.cli.window.attach_command import JobArgument
-from culm.errors import UsageError
 from culm.providers.supervisor.run_window import stop_job
 
 
@@ -22,8 +21,6 @@ def stop(
     """End a running job at the next step boundary, with a checkpoint if it has a folder, and wait for its end."""
     with report_errors(debug=debug):
         found = find_job_or_show_on_head(job, "stop", *["--now"] * now)
-        if not found.running:
-            raise UsageError(f"job {found.entry.name!r} has ended already: culm logs {found.entry.name} shows it")
         stopping = stop_job(found, at_once=now, on_line=_print_line)
         ended = run_until_signal(stopping, lambda _: f"job {found.entry.name!r} ends without this command")
         print(ended.stopped or "the job has ended")

@@ -12,7 +12,7 @@ import sys
 from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from culm.errors import RunError
+from culm.errors import RunError, UsageError
 from culm.providers.execute_run import call_step_hook
 from culm.providers.provider import describe_exit
 from culm.providers.supervisor.window_messages import (
@@ -239,9 +239,23 @@ async def attached_messages(job: FoundJob) -> AsyncGenerator[ToWindow, None]:
         writer.close()
 
 
+async def show_until_end(
+    job: FoundJob, observer: RunObserver, on_notice: Callable[[str], None], on_output: Callable[[str], None]
+) -> RunEnded:
+    """Show a job in a new window until its end. Raises RunError if its supervisor was killed."""
+    async with contextlib.aclosing(attached_messages(job)) as messages:
+        async for message in messages:
+            if isinstance(message, RunEnded):
+                return message
+            show_message(message, observer, on_notice, on_output)
+    raise RunError(f"the supervisor of job {job.entry.name!r} was killed, and its nodes have ended with it")
+
+
 async def stop_job(job: FoundJob, *, at_once: bool, on_line: Callable[[str], None]) -> RunEnded:
-    """Ask a running job to end, and wait until it has. `on_line` gets its notices. Raises RunError if its supervisor
-    was killed."""
+    """Ask a running job to end, and wait until it has. `on_line` gets its notices. Raises UsageError if it has ended
+    already, and RunError if its supervisor was killed."""
+    if not job.running:
+        raise UsageError(f"job {job.entry.name!r} has ended already: culm logs {job.entry.name} shows it")
     reader, writer = await asyncio.open_connection(sock=job.connect())
     history = True
     try:
