@@ -32,7 +32,8 @@ providers reads launches, job archives and join tokens from machines. No two mod
     machines/    machines that join a run: store, tokens, job archives, providers of machines
     training     culm.train, culm.start and culm.join
     running_jobs  culm.attach and culm.stop: running jobs of this machine
-    launching    culm.launch: machines that culm starts and ends
+    launching    culm.launch, culm.list_jobs and culm.down: machines that culm starts and ends
+    run_results  culm.export and culm.cost: the weights of a run, and what it has cost
     gnn/         graph networks on servers and elastic workers
     testing/     public: the reference loop, the simulated cluster, faults
     verification/  culm.verify: prove a run by retraining it between its checkpoints
@@ -52,8 +53,12 @@ from culm.version import __version__
 
 if TYPE_CHECKING:
     from culm import hf
+    from culm.checkpoint.export import ExportReport
     from culm.config import RunConfig
-    from culm.launching import launch
+    from culm.launching import down, launch, list_jobs
+    from culm.machines.job_list import JobStatus
+    from culm.market.cost_record import CostRecord
+    from culm.run_results import cost, export
     from culm.running_jobs import attach, stop
     from culm.summary import Summary
     from culm.training import join, start, train
@@ -62,9 +67,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "STOP",
+    "CostRecord",
     "CulmError",
     "EarlyStop",
+    "ExportReport",
     "Job",
+    "JobStatus",
     "Metric",
     "Monitor",
     "RunConfig",
@@ -72,9 +80,13 @@ __all__ = [
     "Verification",
     "__version__",
     "attach",
+    "cost",
+    "down",
+    "export",
     "hf",
     "join",
     "launch",
+    "list_jobs",
     "record",
     "start",
     "stop",
@@ -83,15 +95,22 @@ __all__ = [
 ]
 
 _LAZY = {
+    "CostRecord": "culm.market.cost_record",
+    "ExportReport": "culm.checkpoint.export",
+    "JobStatus": "culm.machines.job_list",
     "RunConfig": "culm.config",
     "Summary": "culm.summary",
+    "Verification": "culm.verification.verification_result",
     "attach": "culm.running_jobs",
+    "cost": "culm.run_results",
+    "down": "culm.launching",
+    "export": "culm.run_results",
     "join": "culm.training",
     "launch": "culm.launching",
+    "list_jobs": "culm.launching",
     "start": "culm.training",
     "stop": "culm.running_jobs",
     "train": "culm.training",
-    "Verification": "culm.verification.verification_result",
     "verify": "culm.verification.verify_run",
 }
 """Imported on first use, so that commands that need none of them start fast."""
@@ -107,3 +126,8 @@ def __getattr__(name: str) -> Any:
 
         return importlib.import_module("culm.hf")
     raise AttributeError(f"module 'culm' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """With the names that are imported on first use, for completion in notebooks."""
+    return sorted({*globals(), *__all__})

@@ -1,4 +1,4 @@
-"""`culm.launch`: train a job on machines that culm starts and ends."""
+"""`culm.launch`, `culm.list_jobs` and `culm.down`: train a job on machines that culm starts and ends."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from typing import Any, Literal, Unpack, overload
 
@@ -15,6 +15,9 @@ from culm.cluster.store.etcd.etcd_access import check_job_name
 from culm.config import LaunchOptions, RunConfig, merge_options
 from culm.errors import UsageError
 from culm.job import call_job_function, find_job_file, import_root, override_texts, replace_fields
+from culm.machines.head_registry import HeadLaunch
+from culm.machines.job_list import JobStatus, find_jobs
+from culm.machines.launch_end import end_launches
 from culm.machines.launch_preparation import (
     ABANDON_AFTER_S,
     END_TIMEOUT_S,
@@ -23,6 +26,7 @@ from culm.machines.launch_preparation import (
     launch_config,
     prepare_launch,
 )
+from culm.machines.remote_head import ask_head
 from culm.providers.execute_run import find_resources
 from culm.providers.fork_server import GRACE_S, JobSource
 from culm.providers.supervisor.run_registry import registry_name
@@ -189,6 +193,37 @@ def launch(
             stdout=none, stderr=none, captures_output=True, end_timeout_s=END_TIMEOUT_S
         ) as supervisor:
             return run_blocking(supervisor.start_detached(start_run, observer))
+
+
+def list_jobs() -> list[JobStatus]:
+    """The jobs that run on this machine, and what was launched from it and may still have machines, as `culm list`."""
+    return run_blocking(find_jobs())
+
+
+def down(job: str | None = None, *, everything: bool = False, at_once: bool = False, forget: bool = False) -> None:
+    """End a launch: its run, with a checkpoint, and everything that was started for it, as `culm down` does. May be
+    repeated.
+
+    `job`: name of the job or of the launch; or `everything` that was launched from this machine. `at_once`: end a run
+    without a checkpoint. `forget`: remove it from the list also if the engine does not confirm that nothing is left.
+    What happens is logged to the logger "culm". Raises UsageError if there is no such launch, and RunError if machines
+    may be left.
+    """
+    if (job is None) == (not everything):
+        raise UsageError("name a job, or pass everything=True: culm.list_jobs() lists what is launched")
+    run_blocking(end_launches(job, at_once=at_once, forget=forget, on_line=_log.info, run_on_head=_run_on_head))
+
+
+def _run_on_head(head: HeadLaunch, arguments: Sequence[str]) -> int:
+    """Run a command of culm on a head, log what it prints, and return its exit code."""
+    try:
+        output = ask_head(head, arguments)
+    except UsageError as error:
+        _log.info("%s", error)
+        return error.exit_code
+    for line in output.splitlines():
+        _log.info("%s", line.removeprefix("culm: "))
+    return 0
 
 
 def _warn(text: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import time
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -12,7 +14,10 @@ import culm
 from culm.cli.launching import launch_command
 from culm.config import LaunchOptions
 from culm.job import load_job
-from culm.machines.launch_registry import known_launches
+from culm.machines.head_registry import HeadLaunch, known_head_launches, note_head_launch
+from culm.machines.launch_order import LaunchOrder
+from culm.machines.launch_registry import RegisteredLaunch, known_launches
+from culm.machines.machine_provider import MachineRequest
 from culm.testing import reference
 
 
@@ -44,6 +49,62 @@ def test_a_launch_trains_on_machines_and_ends_them(
     assert summary.state_sha256 == reference(load_job(file, {"steps": "5"})).state_sha256
     assert capfd.readouterr().out == ""
     assert known_launches() == []
+
+
+@pytest.mark.real
+@pytest.mark.waits(8)
+def test_a_detached_launch_is_listed_stopped_and_ended(file: str, tmp_path: Path) -> None:
+    (tmp_path / "hurry").unlink()
+    options: dict[str, Any] = {"on": "local", "address": "127.0.0.1", "overrides": {"steps": 10_000}}
+    name = culm.launch(file, detach=True, nodes=2, pipelines=2, out=tmp_path / "run", **options)
+    (listed,) = culm.list_jobs()
+    assert (listed.job, listed.on, listed.wanted, listed.supervised, listed.problem) == (name, "local", 2, True, "")
+    culm.down(name)
+    assert culm.list_jobs() == []
+    assert known_launches() == []
+    with pytest.raises(culm.CulmError):
+        culm.attach(name, progress=False)  # it was ended early
+    culm.down(everything=True)
+
+
+def test_down_ends_what_is_left_of_a_launch(caplog: pytest.LogCaptureFixture) -> None:
+    order = LaunchOrder(launch="gpt-1a2b3c", job="gpt", provider="local", requests=(MachineRequest(count=1),))
+    RegisteredLaunch("gpt", order, 4).close(forget=False)
+    (listed,) = culm.list_jobs()
+    assert (listed.job, listed.launch, listed.wanted, listed.supervised) == ("gpt", "gpt-1a2b3c", 4, False)
+    with pytest.raises(culm.CulmError, match="there is no launch 'gtp' on this machine: did you mean gpt"):
+        culm.down("gtp")
+    with caplog.at_level("INFO", "culm"):
+        culm.down("gpt")
+    assert "nothing of gpt (gpt-1a2b3c on local) is left" in caplog.text
+    assert culm.list_jobs() == []
+
+
+@pytest.mark.parametrize("arguments", [{}, {"job": "gpt", "everything": True}])
+def test_down_needs_a_name_or_everything(arguments: dict[str, Any]) -> None:
+    with pytest.raises(culm.CulmError, match="name a job, or pass everything=True"):
+        culm.down(**arguments)
+
+
+def test_launches_on_heads_are_listed_and_ended_there(tmp_path: Path) -> None:
+    row = {"job": "gpt", "launch": "gpt-1", "on": "hosts", "wanted": 2, "running": 1, "pending": 1, "usd_per_h": None}
+    row |= {"seconds": 1.0, "supervised": True, "problem": "", "head": ""}
+    ssh = tmp_path / "ssh"
+    ssh.write_text(
+        f"#!/bin/sh\nfor command; do :; done\ncase $command in *list*) echo '[{json.dumps(row)}]';; "
+        "*) echo culm: no answer >&2; exit $(cat code);; esac\n".replace("$(cat code)", f"$(cat {tmp_path}/code)")
+    )
+    ssh.chmod(0o700)
+    note_head_launch(HeadLaunch("gpt-1", "gpt", "me@stays", (str(ssh),), ("culm",), time.time()))
+    (listed,) = culm.list_jobs()
+    assert (listed.job, listed.running, listed.pending, listed.head) == ("gpt", 1, 1, "me@stays")
+    for code in (1, 2):
+        (tmp_path / "code").write_text(f"{code}\n")
+        with pytest.raises(culm.CulmError, match="machines may be left of gpt"):
+            culm.down("gpt")
+    (tmp_path / "code").write_text("0\n")
+    culm.down("gpt-1")
+    assert known_head_launches() == []
 
 
 def test_arguments_are_those_of_the_command() -> None:

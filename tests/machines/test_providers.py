@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from culm.cli import main
-from culm.cli.launching import down_command
 from culm.errors import UsageError
+from culm.machines import launch_end
 from culm.machines.agent_process import describe_agent_end
 from culm.machines.engines.slurm_machines import parse_elements
 from culm.machines.engines.ssh_hosts import Host, parse_hosts
@@ -283,7 +283,7 @@ def test_down_of_a_launch_whose_supervisor_ends_everything_itself_says_that_noth
         registered.close(forget=True)
         raise UsageError(f"job {name!r} has just ended")
 
-    monkeypatch.setattr(down_command, "find_job", end)
+    monkeypatch.setattr(launch_end, "find_job", end)
     with pytest.raises(SystemExit) as ended:
         main(["down", "gpt"])
     assert ended.value.code == 0

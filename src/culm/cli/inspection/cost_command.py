@@ -9,11 +9,11 @@ import typer
 from rich import box
 from rich.table import Table
 
+from culm import run_results
 from culm.cli.error_reporting import report_errors
 from culm.cli.progress_display import make_console
 from culm.cli.run_tables import key_value_table
 from culm.market.rental_cost import MINIMUM_S
-from culm.observe.report.cost_reader import read_cost
 from culm.observe.writers.run_folder import to_plain_json
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def cost(
 ) -> None:
     """Show what a run has cost: hours and dollars of each node, and what was spent on waiting and repeated work."""
     with report_errors(debug=debug):
-        record = read_cost(run)
+        record = run_results.cost(run)
         if json_:
             print(json.dumps(to_plain_json({"cost_usd": 0.0} if record is None else record.as_json())))
         elif record is None:

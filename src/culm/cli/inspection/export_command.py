@@ -27,23 +27,20 @@ def export(
     adapter.
     """
     with report_errors(debug=debug):
-        from culm import checkpoint
-
         if best and step is not None:
             raise UsageError("--best and --step both choose a checkpoint: leave one of them away")
         if hf and (dcp or ema):
             raise UsageError(f"--hf and {'--dcp' if dcp else '--ema'} are both given: leave one of them away")
-        step = checkpoint.find_catalog(source).best() if best else step
-        if dcp:
-            from culm.checkpoint.dcp_reader import export_dcp
+        from culm import run_results
 
-            report = export_dcp(source, target, step=step, averaged=ema)
-        elif hf:
-            from culm.hf import export_hf
-
-            report = export_hf(source, target, step=step, overwrite=overwrite)
-        else:
-            report = checkpoint.export(source, target, step=step, overwrite=overwrite, averaged=ema)
+        report = run_results.export(
+            source,
+            target,
+            format="dcp" if dcp else "hf" if hf else "safetensors",
+            step="best" if best else step,
+            averaged=ema,
+            overwrite=overwrite,
+        )
         for skipped, reason in report.rejected:
             print_error(f"skipped the checkpoint of step {skipped}: {reason}")
         print(f"{report.path}: {report.tensors} tensors, {report.bytes / 1e6:.2f} MB, of step {report.step}")

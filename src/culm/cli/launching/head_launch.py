@@ -11,12 +11,12 @@ import msgspec
 import typer
 
 from culm.cli.running.run_command import detached_words
-from culm.errors import RunError, UsageError
+from culm.errors import UsageError
 from culm.machines.engines.ssh_hosts import parse_hosts
 from culm.machines.head_registry import HeadLaunch, forget_head_launch, note_head_launch
 from culm.machines.job_archive import pack_job
 from culm.machines.job_lookup import find_job_or_head
-from culm.machines.remote_head import check_head, head_command, list_on_head, show_on_head, start_on_head
+from culm.machines.remote_head import check_head, head_command, show_on_head, start_on_head
 
 if TYPE_CHECKING:
     from culm.providers.supervisor.run_registry import FoundJob
@@ -99,19 +99,6 @@ def find_job_or_show_on_head(name: str, command: str, *flags: str) -> FoundJob:
     if isinstance(found, HeadLaunch):
         raise typer.Exit(show_on_head(found, [command, found.job, *flags]))
     return found
-
-
-def end_on_head(head: HeadLaunch, *, at_once: bool) -> bool:
-    """End a launch on its head. Returns whether nothing is left."""
-    try:
-        if list_on_head(head) is not None and show_on_head(head, ["down", head.launch, *["--now"] * at_once]) != 0:
-            return False
-    except RunError as error:
-        print(f"culm: {head.job}: {error}", flush=True)
-        return False
-    forget_head_launch(head)
-    print(f"culm: nothing of {head.job} ({head.launch}) is left on {head.head}", flush=True)
-    return True
 
 
 def _spelled_out(hosts: str) -> str:
