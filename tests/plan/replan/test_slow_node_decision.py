@@ -19,6 +19,7 @@ from culm.plan.replan.slow_nodes import (
     decide_slow_nodes,
     share_micro_batches,
     slow_factors,
+    window_steps,
 )
 from culm.schedule import generate_plan
 
@@ -54,6 +55,18 @@ def test_a_pace_needs_a_full_window() -> None:
     history = PaceHistory()
     history.add(0, 3.0, 1.0)
     assert history.medians() == {}
+
+
+def test_a_window_has_five_steps_and_five_seconds_at_least() -> None:
+    assert [window_steps(each) for each in (None, 10.0, 0.5, 0.0001)] == [5, 5, 10, 512]
+
+
+def test_only_the_last_steps_count() -> None:
+    history = PaceHistory()
+    for step in range(20):
+        history.add(0, 9.0 if step < 10 else 1.0, 1.0)
+    assert history.medians(10) == {0: 1.0}
+    assert history.medians(21) == {}
 
 
 def test_a_worker_is_compared_with_the_workers_of_its_stage_on_other_nodes() -> None:

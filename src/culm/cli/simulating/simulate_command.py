@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 from rich import box
-from rich.table import Table
+from rich.table import Column, Table
 
 from culm.cli import option_values
 from culm.cli.error_reporting import print_error, report_errors
@@ -394,9 +394,10 @@ def _by_cost(outcomes: Iterable[StrategyOutcome]) -> list[StrategyOutcome]:
 def _print_outcomes(
     outcomes: dict[str, StrategyOutcome], workload: Workload, market_traces: list[MarketTrace], priced: dict[str, Any]
 ) -> None:
+    names = Column("strategy", min_width=max(map(len, outcomes)))
     table = Table(
-        "strategy", "samples/s", "loss-free", "of ideal", "$/h", "value", "$ per million", "training", "lost work",
-        "rollbacks", box=box.SIMPLE, pad_edge=False,
+        names, "samples/s", "loss-free", "of ideal", "$/h", "value", "$ per million", "training", "lost work",
+        Column("rollbacks", min_width=len("rollbacks")), box=box.SIMPLE, pad_edge=False,
     )  # fmt: skip
     for outcome in _by_cost(outcomes.values()):
         table.add_row(*_outcome_row(outcome, workload))

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from culm.plan.replan.slow_nodes import (
     MAX_WAIT_WINDOWS,
-    WINDOW_STEPS,
     PaceHistory,
     SlowCase,
     SlowDecision,
     UsualPaces,
     decide_slow_nodes,
     slow_factors,
+    window_steps,
 )
 from culm.schedule import UNIT_COSTS, Costs, Kind, Plan
 from culm.schedule.plan_timing import action_costs
@@ -55,6 +55,11 @@ class SlowNodeController:
         setup = self.state.setup
         return setup.slow_factor > 0 and setup.keeps_action_outputs and setup.strategy_object.recovers_in_place
 
+    @property
+    def _window(self) -> int:
+        """The number of steps over which paces are taken."""
+        return window_steps(self.state.recovery_metrics.usual_step_s)
+
     def record(self, report: StepReport) -> None:
         """Take note of a step report of the current epoch."""
         epoch = self.state.epoch
@@ -72,7 +77,7 @@ class SlowNodeController:
         self._epoch = epoch.number
         self._history.clear()
         self._slots = {member.worker: slot for slot, member in enumerate(epoch.members) if member is not None}
-        self._next_check = self.state.ledger.next_step + self._wait_windows * WINDOW_STEPS
+        self._next_check = self.state.ledger.next_step + self._wait_windows * self._window
         costs = UNIT_COSTS
         if setup.costs:
             forward, inputs, weight = zip(*setup.costs, strict=True)
@@ -96,7 +101,7 @@ class SlowNodeController:
         state, epoch = self.state, self.state.epoch
         if not self._is_on or epoch is None or epoch.number != self._epoch or state.ledger.next_step < self._next_check:
             return None
-        self._next_check += WINDOW_STEPS
+        self._next_check += self._window
         if epoch.leaving_slots or state.end_step is not None:
             return None
         case = self._case(epoch)
@@ -115,7 +120,7 @@ class SlowNodeController:
         step_s = state.recovery_metrics.usual_step_s
         if full.stage_overrides or step_s is None:
             return None
-        current, paces = Plan.from_text(epoch.plan), self._history.medians()
+        current, paces = Plan.from_text(epoch.plan), self._history.medians(self._window)
         nodes = {slot: member.node for slot, member in enumerate(epoch.members) if member is not None}
         active, threshold = self.factors_by_slot(self._slots), state.setup.slow_factor
         runs = {slot: (worker, current.segments_of(slot)) for worker, slot in self._slots.items()}

@@ -315,6 +315,6 @@ def find_model(name: str) -> ReferenceModel:
     model = REFERENCE_MODELS.get(_ALIASES.get(plain, plain))
     if model is None:
         close = difflib.get_close_matches(plain, REFERENCE_MODELS, n=1, cutoff=0.4)
-        hint = f"did you mean {close[0]}?" if close else f"there is {', '.join(REFERENCE_MODELS)}"
-        raise PlanError(f"there is no model {name!r}: {hint}; give its config.json, or use --profile")
+        hint = f"did you mean {close[0]}? Else" if close else f"there is {', '.join(REFERENCE_MODELS)};"
+        raise PlanError(f"there is no model {name!r}: {hint} give its config.json, or use --profile")
     return model

@@ -8,6 +8,7 @@ the same work. A worker without such peers is compared with the workers of other
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections import Counter, deque
@@ -19,7 +20,10 @@ from typing import Literal, TypeAlias
 from culm.schedule import Plan
 
 WINDOW_STEPS = 5
-"""Steps over which a pace is taken."""
+"""The least number of steps over which a pace is taken."""
+_WINDOW_S = 5.0
+"""The least time over which a pace is taken: which worker of a busy machine waits for a core changes within seconds."""
+_MAX_WINDOW_STEPS = 512
 CHANGE_S = 1.0
 """The least seconds that a change is assumed to cost: workers leave the epoch and the open steps are completed."""
 PAYBACK = 2.0
@@ -45,24 +49,34 @@ class SlowDecision:
     """Those that were found to be slow and stay as they are."""
 
 
+def window_steps(step_s: float | None) -> int:
+    """The number of steps over which paces are taken, for steps of this duration; None: not known yet."""
+    if not step_s:
+        return WINDOW_STEPS
+    return min(_MAX_WINDOW_STEPS, max(WINDOW_STEPS, math.ceil(_WINDOW_S / step_s)))
+
+
 @dataclass
 class PaceHistory:
     """The paces of the last steps, by slot."""
 
-    window: int = WINDOW_STEPS
     _paces: dict[int, deque[float]] = field(default_factory=dict)
 
     def add(self, slot: int, busy_s: float, expected_s: float) -> None:
         """Record how long a worker computed in a step, and how long the profile gives for these actions."""
         if busy_s > 0 and expected_s > 0:
-            self._paces.setdefault(slot, deque(maxlen=self.window)).append(busy_s / expected_s)
+            self._paces.setdefault(slot, deque(maxlen=_MAX_WINDOW_STEPS)).append(busy_s / expected_s)
 
     def clear(self) -> None:
         self._paces.clear()
 
-    def medians(self) -> dict[int, float]:
-        """The median pace of each slot with a full window."""
-        return {slot: statistics.median(each) for slot, each in self._paces.items() if len(each) == self.window}
+    def medians(self, steps: int = WINDOW_STEPS) -> dict[int, float]:
+        """The median pace over the last steps of each slot that has made so many."""
+        return {
+            slot: statistics.median(itertools.islice(reversed(each), steps))
+            for slot, each in self._paces.items()
+            if len(each) >= steps
+        }
 
 
 def slow_factors(
