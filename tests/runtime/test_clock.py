@@ -49,3 +49,13 @@ def test_time_continues_if_the_leader_is_lost_before_the_first_commit(tmp_path: 
     assert "leader" in [event["kind"] for event in told]
     times = [event["t"] for event in told]
     assert times == sorted(times)
+
+
+def test_only_a_clock_with_faults_has_to_be_told_of_actions() -> None:
+    class NoFault:
+        def on_action_done(self, node: int, step: int, action: str) -> None: ...
+
+        def killed_at(self, node: int) -> None: ...
+
+    assert not clock.RealClock().has_action_hooks
+    assert clock.RealClock(NoFault()).has_action_hooks

@@ -247,5 +247,7 @@ def open_device(device: torch.device, workers_on_host: int = 1, *, in_virtual_ti
 
     `in_virtual_time`: for an event loop with virtual time, see `culm.testing.simulate`.
     """
-    cap = usable_memory_bytes() // _SHARE_OF_MEMORY // workers_on_host
-    return DeviceCopies(open_streams(device, in_virtual_time=in_virtual_time), cap)
+    streams = open_streams(device, in_virtual_time=in_virtual_time)
+    if streams.is_synchronous:
+        return DeviceCopies(streams)  # uses no slabs
+    return DeviceCopies(streams, usable_memory_bytes() // _SHARE_OF_MEMORY // workers_on_host)

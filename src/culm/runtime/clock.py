@@ -19,6 +19,10 @@ class Clock(Protocol):
     """Monotonic seconds. RealClock uses the machine's clock. A simulated clock is virtual: it jumps forward when no
     coroutine can run."""
 
+    @property
+    def has_action_hooks(self) -> bool:
+        """Whether `after_action` and `during_action` do anything. The executor asks once per epoch."""
+
     def now(self) -> float:
         """Seconds since a fixed moment that is the same for all nodes of a run."""
 
@@ -72,8 +76,12 @@ class RealClock:
     def __init__(self, faults: FaultInjector | None = None) -> None:
         self._faults = faults
 
+    @property
+    def has_action_hooks(self) -> bool:
+        return self._faults is not None
+
     def now(self) -> float:
-        return real_now()
+        return _MONOTONIC_ZERO + time.monotonic()  # as real_now, without a second call: it is read for each action
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)

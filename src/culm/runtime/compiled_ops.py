@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from culm.plan.recover.recovery_plan import produced_tensor, required_tensor
 from culm.schedule import Action, Kind, Plan, derive_transfers
+from culm.schedule.action import WEIGHT_GRAD_KINDS
 
 if TYPE_CHECKING:
     from culm.runtime.compute.segment import Segment
@@ -36,15 +37,25 @@ class CompiledOp:
     splits_backward: bool = False
     """For an F: whether this worker splits the backward into I and W."""
 
+    kind: Kind = field(init=False)
+    segment_number: int = field(init=False)
+    micro: int | None = field(init=False)
+    """Of the action. None: it is for a whole segment."""
     work_name: str = field(init=False)
     """Its segment and kind, as in 2F: actions of one name take the same time."""
     reads_data: bool = field(init=False)
     """Whether it is an F that needs the input or the target of its micro-batch."""
+    adds_to_sum: bool = field(init=False)
+    """Whether it adds to the gradient sum of its segment."""
+    is_used: bool = field(init=False)
+    """Whether another action needs its output."""
 
     def __post_init__(self) -> None:
-        kind, segment = self.action.kind, self.action.segment
-        self.work_name = f"{segment}{kind.value}"
-        self.reads_data = kind is Kind.F and (segment == 0 or self.segment.is_last)
+        self.segment_number, self.kind, self.micro = self.action
+        self.work_name = f"{self.segment_number}{self.kind.value}"
+        self.reads_data = self.kind is Kind.F and (self.segment_number == 0 or self.segment.is_last)
+        self.adds_to_sum = self.kind in WEIGHT_GRAD_KINDS
+        self.is_used = self.keep_local or bool(self.target_addresses)
 
 
 def compile_ops(plan: Plan, epoch: Epoch, slot: int, segments: Mapping[int, Segment]) -> list[CompiledOp]:

@@ -172,4 +172,4 @@ class Epoch(msgspec.Struct, frozen=True, tag="epoch"):
     @property
     def present_members(self) -> tuple[Member, ...]:
         """The members, without empty slots."""
-        return tuple(member for member in self.members if member is not None)
+        return tuple([member for member in self.members if member is not None])

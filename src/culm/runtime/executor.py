@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,6 @@ from culm.runtime.compute.batch_loading import (
 from culm.runtime.compute.device import activate_device
 from culm.runtime.launched_actions import LaunchedAction
 from culm.schedule import Kind
-from culm.schedule.action import WEIGHT_GRAD_KINDS
 from culm.transport.interface import FrameKey, Tensors
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from culm.runtime.shadow_replicas import ShadowReplicas
     from culm.transport.interface import FrameSource
 
+_F, _I, _B = Kind.F, Kind.I, Kind.B
+"""Looking up a member of an enum takes as long as a call."""
 _WAIT_HISTORY_STEPS = 6
 """Number of past steps whose waits are remembered per frame. A bubble that was too short once is not used for that
 many steps."""
@@ -54,7 +56,7 @@ class Executor:
         self._plan, self._epoch_number = context.plan, context.epoch.number
         self._keeps_outputs, self._copies = context.epoch.keeps_outputs, context.state.copies
         self._launched = context.launched
-        self._ops = compile_ops(context.plan, context.epoch, context.slot, context.segments)
+        self._ops = _before_optimizer_step(compile_ops(context.plan, context.epoch, context.slot, context.segments))
         self._shared_segments = {
             g for g in range(self._plan.segments) if context.epoch.shadows or len(self._plan.holders_of(g)) > 1
         }
@@ -62,6 +64,9 @@ class Executor:
         self._prefetcher = MicroBatchPrefetcher(
             context.job, context.state.device, self._clock, _input_micro_batches(self._ops), self._copies
         )
+        self._uses_idle_time = bool(_input_micro_batches(self._ops)) or shadows is not None
+        self._clock_has_hooks = context.clock.has_action_hooks
+        self._tapes = [segment.tapes for segment in context.segments.values()]
         self._compiles = bool(context.job.compile)
         self._compiled_segments: list[Segment] = []
         """Segments that have run a forward in this epoch."""
@@ -110,8 +115,6 @@ class Executor:
         self._transport.set_computing(True)
         try:
             for op in self._ops:
-                if op.action.kind is Kind.S:
-                    break
                 await self.run_action(step, op, self._transport)
         finally:
             self._transport.set_computing(False)
@@ -119,57 +122,55 @@ class Executor:
         await self._reducer.wait_until_reduced(step, self._segments)
 
     async def run_action(self, step: int, op: CompiledOp, frames: FrameSource) -> None:
-        """Run one action: wait for its input, compute, and send its output. `frames`: where input frames come from."""
-        micro = op.action.micro
-        kind = op.action.kind
-        if kind is Kind.R:
-            g = op.action.segment
-            await self._reducer.start_reduce(step, g, self._plan.holders_of(g))
+        """Run one action: wait for its input, compute, and send its output. `frames`: where input frames come from.
+
+        Whatever does not change from step to step is in `op`: for a small model this method is most of a step.
+        """
+        micro = op.micro
+        if micro is None:  # R
+            await self._reducer.start_reduce(step, op.segment_number, self._plan.holders_of(op.segment_number))
             return
-        assert micro is not None
         start = self._clock.now()
         if start - self._last_yield > _YIELD_S:
             await asyncio.sleep(0)
-            self._last_yield = start
+            self._last_yield = start = self._clock.now()
         if self._launched is not None:
             await self._launched.wait_for_room()
-        inputs = await self._receive_inputs(step, op, frames)
-        if kind is Kind.F and op.reads_data and self._prefetcher.must_wait(step, micro):
+            start = self._clock.now()
+        inputs = self._take_inputs(step, op, frames)
+        if inputs is None:
+            inputs = await self._wait_for_inputs(step, op, frames)
+            start = self._clock.now()
+        if op.reads_data and self._prefetcher.must_wait(step, micro):
             self.current_action = step, op
             await self._wait_for_loader(step, micro)
-        start = self._clock.now()
+            start = self._clock.now()
         self.current_action = step, op
-        outputs: Sequence[Tensor | None] = ()
-        was_compiled = kind is Kind.F and self._compiles and op.segment not in self._compiled_segments
-        if was_compiled:
-            outputs = await self._compile_and_run_forward(step, micro, op, inputs)
-        elif kind is Kind.F:
-            outputs = self._forward(step, micro, op, inputs)
-        elif kind is Kind.B:
-            outputs = op.segment.backward(step, micro, inputs)
-        elif kind is Kind.I:
-            outputs = op.segment.backward_input(step, micro, inputs)
+        is_compiling = self._compiles and op.kind is _F and op.segment not in self._compiled_segments
+        if not is_compiling:
+            outputs = self._compute(step, micro, op, inputs)
         else:
-            op.segment.backward_weight(step, micro)
-        self._clock.during_action(self._node, step, op.label)
+            outputs = await self._compile_and_run_forward(step, micro, op, inputs)
+        if self._clock_has_hooks:
+            self._clock.during_action(self._node, step, op.label)
         self.current_action = None
-        if kind in (Kind.B, Kind.W):
-            self._state.stats_for(step, op.action.segment, op.segment).count_backward(
-                micro, op.segment.take_additions()
-            )
+        if op.adds_to_sum:
+            stats = self._state.stats_for(step, op.segment_number, op.segment)
+            stats.count_backward(micro, op.segment.take_additions())
         if self._launched is not None:
-            self._register_launch(step, op, outputs, self._clock.now() if was_compiled else start)
+            self._register_launch(step, op, outputs, self._clock.now() if is_compiling else start)
             op.segment.free_last_tape()
             await self._clock.after_action(self._node, step, f"launch {op.label}")
             return
-        await self._send_output(step, op, outputs)
+        if self._clock_has_hooks or self._keeps_outputs or op.is_used:
+            await self._send_output(step, op, outputs)
         op.segment.free_last_tape()
         end = self._clock.now()
         self._state.spans.append((step, op.label, start, end))
         self._state.open_step(step).record_work(op.work_name, end - start)
         self.actions_done += 1
-        if not was_compiled:
-            self.slowest_action_s = max(self.slowest_action_s, end - start)
+        if end - start > self.slowest_action_s and not is_compiling:
+            self.slowest_action_s = end - start
 
     @property
     def failed_action(self) -> tuple[int, str] | None:
@@ -185,10 +186,20 @@ class Executor:
         if self.current_action is None:
             return None
         step, op = self.current_action
-        clears_sum = op.action.kind in WEIGHT_GRAD_KINDS and not op.output_only
-        if op.action.micro is not None:
-            self._state.discard_action(step, op.action.segment, op.action.micro, clears_sum=clears_sum)
+        if op.micro is not None:
+            clears_sum = op.adds_to_sum and not op.output_only
+            self._state.discard_action(step, op.segment_number, op.micro, clears_sum=clears_sum)
         return step, op.label
+
+    def _compute(self, step: int, micro: int, op: CompiledOp, inputs: Any) -> Sequence[Tensor | None]:
+        if op.kind is _F:
+            return self._forward(step, micro, op, inputs)
+        if op.kind is _I:
+            return op.segment.backward_input(step, micro, inputs)
+        if op.kind is _B:
+            return op.segment.backward(step, micro, inputs)
+        op.segment.backward_weight(step, micro)
+        return ()
 
     async def _compile_and_run_forward(self, step: int, micro: int, op: CompiledOp, inputs: Activations) -> Activations:
         """The first F of a compiled segment. It runs in a thread: it compiles, and a worker that sends no heartbeat for
@@ -217,19 +228,20 @@ class Executor:
                 await asyncio.wait([waiting])
             self._waits_for_loader = False
 
-    async def _receive_inputs(self, step: int, op: CompiledOp, frames: FrameSource) -> Any:
-        """The input tensors of an action: from a frame, or from an earlier action of this worker."""
+    def _take_inputs(self, step: int, op: CompiledOp, frames: FrameSource) -> Any:
+        """The input tensors of an action, if they are here: from a frame, or from an earlier action of this worker.
+        None: `_wait_for_inputs` has to get them."""
+        if op.input_frame is not None:
+            frame = frames.try_receive(FrameKey(self._epoch_number, step, op.input_frame))
+            return None if frame is None else self._copies.to_device(frame)
+        return () if op.local_input is None else self._local_outputs.pop(op.local_input, None)
+
+    async def _wait_for_inputs(self, step: int, op: CompiledOp, frames: FrameSource) -> Any:
+        """Wait for the frame of an action, or take what an earlier action of this worker has kept for it."""
         if op.input_frame is not None:
             key = FrameKey(self._epoch_number, step, op.input_frame)
-            frame = frames.try_receive(key)
-            if frame is None:
-                frame = await self._wait_for_frame(step, key, frames)
-            return self._copies.to_device(frame)
-        if op.local_input is None:
-            return ()
-        local = self._local_outputs.pop(op.local_input, None)
-        if local is not None:
-            return local
+            return self._copies.to_device(await self._wait_for_frame(step, key, frames))
+        assert op.local_input is not None
         if self._launched is not None:
             await self._launched.wait_until_complete()  # an earlier action of this worker may be about to keep it
         return self._copies.to_device(self._state.open_step(step).outputs[op.local_input])
@@ -240,21 +252,31 @@ class Executor:
         if self._keeps_outputs:
             for replica in self._state.replicas.values():
                 replica.save_weights_early()
-        last_checked = began  # the frame had not arrived at this time
-        while await self._use_idle_time(step, self._expected_wait_s(key.name) - (last_checked - began)):
-            frame = frames.try_receive(key)
+        if self._uses_idle_time:
+            frame = await self._use_idle_time(step, key, frames, began)
             if frame is not None:
-                self._record_wait(key.name, last_checked - began)
                 self.waited_s += self._clock.now() - began
                 return frame
-            last_checked = self._clock.now()
         frame = await frames.receive(key)
         self._last_yield = self._clock.now()
         self.waited_s += self._last_yield - began
-        self._record_wait(key.name, self._last_yield - began)
+        if self._uses_idle_time:
+            self._record_wait(key.name, self._last_yield - began)
         return frame
 
-    async def _use_idle_time(self, step: int, idle_s: float) -> bool:
+    async def _use_idle_time(self, step: int, key: FrameKey, frames: FrameSource, began: float) -> Tensors | None:
+        """Do optional work for as long as the wait for a frame is expected to last. Returns the frame if it arrives
+        meanwhile."""
+        last_checked = began  # the frame had not arrived at this time
+        while await self._run_idle_work(step, self._expected_wait_s(key.name) - (last_checked - began)):
+            frame = frames.try_receive(key)
+            if frame is not None:
+                self._record_wait(key.name, last_checked - began)
+                return frame
+            last_checked = self._clock.now()
+        return None
+
+    async def _run_idle_work(self, step: int, idle_s: float) -> bool:
         """Load a micro-batch in advance or update a shadow replica, if that takes at most `idle_s` seconds. False: no
         work was done."""
         if self._prefetcher.prefetch(idle_s):
@@ -275,18 +297,18 @@ class Executor:
 
     def _forward(self, step: int, micro: int, op: CompiledOp, inputs: Activations) -> Activations:
         target, samples = None, NO_SAMPLES
-        is_first = op.action.segment == 0
-        if is_first or op.segment.is_last:
+        if op.reads_data:
             batch, target, fetched = self._prefetcher.take(step, micro)
-            inputs = batch if is_first else inputs
+            if op.segment_number == 0:
+                inputs = batch
             samples = SampleDigests(fetched, expected_samples(self._state.job, step, micro))
         outputs, result = op.segment.forward(step, micro, inputs, target, splits_backward=op.splits_backward)
-        if op.action.segment in self._shared_segments:
+        if op.segment_number in self._shared_segments:
             for layer in op.segment.layers:
                 layer.guard.check_weights()
         if not op.output_only:
-            self._state.stats_for(step, op.action.segment, op.segment).record_forward(micro, result, samples)
-            self.peak_tapes = max(self.peak_tapes, sum(len(s.tapes) for s in self._segments.values()))
+            self._state.stats_for(step, op.segment_number, op.segment).record_forward(micro, result, samples)
+            self.peak_tapes = max(self.peak_tapes, sum(map(len, self._tapes)))
         return outputs
 
     def _register_launch(self, step: int, op: CompiledOp, values: Sequence[Tensor | None], began: float) -> None:
@@ -319,19 +341,22 @@ class Executor:
 
     async def _send_output(self, step: int, op: CompiledOp, values: Sequence[Tensor | None]) -> None:
         """Send an output to the workers that need it. Keep it, too, where a recovery may need it until the commit."""
-        if op.output_name is None or not (op.target_addresses or op.keep_local or self._keeps_outputs):
+        name, frame = op.output_name, tuple(values)
+        if name is not None and op.keep_local:
+            self._local_outputs[name] = frame
+        if name is not None and self._keeps_outputs:
+            self._state.keep_output(step, name, frame)
+        if self._clock_has_hooks:
             await self._clock.after_action(self._node, step, op.label)
-            return
-        if op.keep_local:
-            self._local_outputs[op.output_name] = tuple(values)
-        frame = tuple(values)
-        if self._keeps_outputs:
-            self._state.keep_output(step, op.output_name, frame)
-        await self._clock.after_action(self._node, step, op.label)
-        for address in op.target_addresses:
-            self._transport.send(address, FrameKey(self._epoch_number, step, op.output_name), frame)
+        if name is not None:
+            for address in op.target_addresses:
+                self._transport.send(address, FrameKey(self._epoch_number, step, name), frame)
+
+
+def _before_optimizer_step(ops: Iterable[CompiledOp]) -> list[CompiledOp]:
+    return list(itertools.takewhile(lambda op: op.kind is not Kind.S, ops))
 
 
 def _input_micro_batches(ops: Iterable[CompiledOp]) -> list[int]:
     """The micro-batches whose input or target the compiled list needs, in its order."""
-    return [op.action.micro for op in ops if op.reads_data and op.action.micro is not None]
+    return [op.micro for op in ops if op.reads_data and op.micro is not None]

@@ -114,7 +114,7 @@ class MicroBatchStats:
         if self._example_statistics():
             metadata = torch.cat([torch.tensor(head, dtype=torch.float64), *map(self._metadata_row, micros)])
         else:
-            rows = [value for micro in micros for value in self._row_head(micro)]
+            rows = [value for micro in micros for value in self._row_head(micro, self._own_result(micro))]
             metadata = torch.tensor([*head, *rows], dtype=torch.float64)
         for received in self._received_metadata:
             metadata += received
@@ -149,14 +149,14 @@ class MicroBatchStats:
         result = self._own_result(micro)
         if result is None:
             return torch.zeros(self._row_width(), dtype=torch.float64)
-        values = [torch.tensor(self._row_head(micro), dtype=torch.float64)]
+        values = [torch.tensor(self._row_head(micro, result), dtype=torch.float64)]
         for recorded in result.statistics.values():
             values += [tensor.reshape(-1).double().cpu() for module in recorded for tensor in module]
         return torch.cat(values)
 
-    def _row_head(self, micro: int) -> tuple[float, ...]:
-        """The row of a micro-batch without buffer statistics; zeros where another worker has counted it."""
-        result = self._own_result(micro)
+    def _row_head(self, micro: int, result: MicroBatchResult | None) -> tuple[float, ...]:
+        """The row of a micro-batch without buffer statistics; zeros where another worker has counted it. `result`: of
+        `_own_result`."""
         if result is None:
             return (0.0,) * self._values_end()
         head: tuple[float, ...] = self._additions[micro]
@@ -237,8 +237,8 @@ class MicroBatchStats:
     def _observe(self, counts: list[int], kept: list[int], heads: list[list[float]]) -> ObservedCounts:
         """How often each micro-batch is in the sums, by the additions and by the samples that were fetched."""
         least, most = list(counts), list(counts)
-        for micro, head in zip(kept, heads, strict=True):
-            least[micro], most[micro] = round(head[0]), round(head[1])
+        for micro, additions in zip(kept, heads, strict=True):
+            least[micro], most[micro] = int(additions[0]), int(additions[1])
         if self._loads_samples:
             fetched, expected = [int(head[2]) for head in heads], [int(head[3]) for head in heads]
             once = visits_items_once(self.segment.job, self._step)

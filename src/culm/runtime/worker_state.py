@@ -6,7 +6,7 @@ from it.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -79,7 +79,7 @@ class OpenStep:
     """How the step ended, once the layers that are run here have stepped."""
     busy_s: float = 0.0
     """Seconds that this worker has computed for the step."""
-    actions: dict[str, int] = field(default_factory=dict)
+    actions: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
     """The actions that it ran in this time, by segment and kind, as in 2F."""
 
     @property
@@ -89,7 +89,7 @@ class OpenStep:
     def record_work(self, name: str, seconds: float) -> None:
         """Record that an action of this segment and kind, as in 2F, took so long."""
         self.busy_s += seconds
-        self.actions[name] = self.actions.get(name, 0) + 1
+        self.actions[name] += 1
 
     def set_loss_totals(self, loss_totals: tuple[float, float]) -> None:
         self.loss_totals = loss_totals
@@ -185,10 +185,11 @@ class WorkerState:
 
     def open_step(self, number: int) -> OpenStep:
         """The record of a step, created if there is none."""
-        step = self.open_steps.get(number)
-        if step is None:
+        try:
+            return self.open_steps[number]
+        except KeyError:
             step = self.open_steps[number] = OpenStep()
-        return step
+            return step
 
     def keep_output(self, step: int, name: str, tensors: Tensors, copy: HostCopy | None = None) -> None:
         """Keep the output of an action until the step is committed. `copy`: the slab that contains it."""
@@ -196,7 +197,7 @@ class WorkerState:
         open_step.outputs[name] = tensors
         if copy is not None:
             open_step.slab_copies[name] = copy
-        self._kept_bytes += sum(t.nbytes for t in tensors if t is not None)
+        self._kept_bytes += sum([t.nbytes for t in tensors if t is not None])
         self.peak_kept_bytes = max(self.peak_kept_bytes, self._kept_bytes)
 
     def evict_oldest_output(self, first_step: int) -> bool:

@@ -115,6 +115,8 @@ class FaultRunner:
         """A node has done an action and its output is not sent yet. Returns whether a fault was injected, into this
         node or another."""
         self.machines.history.on_action_done(node, step, action)
+        if not self._node_faults:
+            return False
         due = [fault for i, fault in enumerate(self._node_faults) if self._is_due(i, fault, node, step, action)]
         for fault in due:
             self._inject(fault, action)
@@ -122,6 +124,8 @@ class FaultRunner:
 
     def raise_due_error(self, node: int, step: int, action: str) -> None:
         """A node has computed an action and counted nothing yet. Raises the error of a fault that is due."""
+        if not self._errors:
+            return
         numbers = range(len(self._node_faults), len(self._node_faults) + len(self._errors))
         due = [f for i, f in zip(numbers, self._errors, strict=True) if self._is_due(i, f, node, step, action)]
         for fault in due:
@@ -194,6 +198,8 @@ class FaultRunner:
 
     def slowdown_of(self, node: int) -> float:
         """How many times as long as usual an action of a node takes."""
+        if not self._slow_nodes:
+            return 1.0
         slow = [fault.factor for end, fault in self._slow_nodes if node in fault.nodes and _now() < end]
         return max(slow, default=1.0)
 

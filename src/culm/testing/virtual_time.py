@@ -224,6 +224,10 @@ class VirtualClock:
         self._cost = cost or (lambda *_: 0.0)
         self.fault_hook: FaultHook | None = None
 
+    @property
+    def has_action_hooks(self) -> bool:
+        return True
+
     def now(self) -> float:
         return asyncio.get_running_loop().time()
 

@@ -311,13 +311,14 @@ class LeaderState:
         if self.epoch is None:
             assert change.halt_in_progress is None, "there is a halt without an epoch"
             return
-        workers = {member.worker for member in self.epoch.present_members}
+        present = self.epoch.present_members
+        workers = {member.worker for member in present}
         known = workers | members.workers_of({*members.departed_nodes, *members.nodes})
         assert members.required_workers <= workers, "a step waits for a worker that is not a member"
         assert self.final_reports.keys() <= known, "a stranger reported"
         failing = change.worker_failures.failing_nodes.keys()
         assert not failing & members.departed_nodes, "a node that is gone is to hand over its state"
-        staying = {member.node for member in members.present_members(self.epoch)}
+        staying = {member.node for member in present} - members.departed_nodes
         quarantined = self.handlers.membership.quarantined_nodes
         assert self._flow is not None or not staying & quarantined, "a quarantined node is a member"
         kept = change.returning_nodes.without_session.keys()

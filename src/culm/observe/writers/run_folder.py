@@ -389,12 +389,13 @@ def perfetto_trace(
     events: list[dict[str, Any]] = []
     for worker, rows in spans.items():
         threads = {worker: labels.get(worker, "")}
-        if any(action.startswith(_COPY) for _, action, _, _ in rows):
+        has_copies = _COPY in {action[: len(_COPY)] for _, action, _, _ in rows}
+        if has_copies:
             threads[_FIRST_COPY_THREAD + worker] = f"{labels.get(worker, '')} copies to the host"
         for thread, name in threads.items():
             events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": thread, "args": {"name": name}})
         for step, action, start, end in rows:
-            is_copy = action.startswith(_COPY)
+            is_copy = has_copies and action.startswith(_COPY)
             kind = "copy" if is_copy else action.lstrip("0123456789")[:1]
             events.append(
                 {

@@ -6,7 +6,7 @@ import collections
 import contextlib
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, ValuesView
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
@@ -104,7 +104,7 @@ class MicroBatchPrefetcher:
         if self._job.loaders:
             self._loaders.request(coming)
         else:
-            self._pending = collections.deque(one for one in coming if one not in self._prefetched)
+            self._pending = collections.deque([one for one in coming if one not in self._prefetched])
 
     def must_wait(self, step: int, micro: int) -> bool:
         """Whether a loader process still has to deliver a micro-batch: call `wait` in a thread before `take`. With
@@ -129,7 +129,7 @@ class MicroBatchPrefetcher:
 
     def take(self, step: int, micro: int) -> MicroBatch:
         """A micro-batch. It is loaded now if it was not prefetched."""
-        if self._loaders.has(step, micro):
+        if self._job.loaders and self._loaders.has(step, micro):
             loaded: MicroBatch = self._loaders.take(step, micro)
             return self._move(loaded)
         batch = self._prefetched.pop((step, micro), None)
@@ -170,13 +170,17 @@ class MicroBatchPrefetcher:
         else:
             batch = self._move(load_micro_batch(self._job, step, micro, _CPU))
         self._last_load_s = self._clock.now() - began
-        self._batch_bytes = _tensor_bytes(batch)
+        self._batch_bytes = _tensor_bytes(batch.inputs) + _tensor_bytes(batch.target)
         return batch
 
 
 def _tensor_bytes(value: Any) -> int:
     """Number of bytes of all tensors in a structure."""
-    return sum(tensor.nbytes for tensor in _tensors_in(value))
+    if isinstance(value, Tensor):
+        return value.nbytes
+    if isinstance(value, dict):
+        value = value.values()
+    return sum(map(_tensor_bytes, value)) if isinstance(value, (tuple, list, ValuesView)) else 0
 
 
 def _tensors_in(value: Any) -> list[Tensor]:

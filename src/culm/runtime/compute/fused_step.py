@@ -71,7 +71,8 @@ class FusedOptimizer:
             group.update(rates.settings_at(step, unit.optimizer, unit.base_groups)[number])
         run_optimizer_step(self.optimizer, self._label)
         for unit in self._units:
-            unit.update_averages()
+            if unit.averages:
+                unit.update_averages()
 
 
 def run_optimizer_step(optimizer: Optimizer, label: str) -> None:

@@ -106,9 +106,12 @@ class GradientAccumulator:
     def take_additions(self) -> list[int]:
         """By parameter: how often a gradient was added to its sum since the last call. The ledger's counts come from
         here: from the additions, not from the actions that should have added."""
-        taken = self._exact_additions if self.exact else list(map(len, self._autograd_additions))
-        self._clear_autograd_additions()
-        self._exact_additions = [0] * len(self.parameters)
+        if self.exact:
+            taken, self._exact_additions = self._exact_additions, [0] * len(self.parameters)
+        else:
+            taken = list(map(len, self._autograd_additions))
+        for additions in self._autograd_additions:
+            additions.clear()
         return taken
 
     def _clear_autograd_additions(self) -> None:

@@ -217,10 +217,10 @@ class SimulatedTransport:
         self.lost_peers: set[Address] = set()
 
     def send(self, to: Address, key: FrameKey, tensors: Sequence[Tensor | None]) -> None:
-        copies = tuple(_copy_as_received(t) for t in tensors)
+        copies = tuple([_copy_as_received(t) for t in tensors])
         peer = self._connect(to)
         if peer is not None:
-            size = sum(t.nbytes for t in copies if t is not None)
+            size = sum([t.nbytes for t in copies if t is not None])
             delivery = Delivery(self.address, to, "frame", size)
             if self.network.damages_frame is None:
                 self.network.deliver(delivery, peer.mailbox.put, key, copies)
