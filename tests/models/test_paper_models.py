@@ -44,8 +44,8 @@ PUBLISHED = {
     "bert-large": 336_226_108,
     "gpt-2": 124_439_808,
 }
-"""torchvision's documentation; transformers' BertForPreTraining and GPT2LMHeadModel; the sum above, which Shazeer et al.
-(2017) give as 278 million."""
+"""torchvision's documentation; transformers' BertForPreTraining and GPT2LMHeadModel; the sum above, which Shazeer et
+al. (2017) give as 278 million."""
 
 SMALL: dict[str, dict[str, Any]] = {
     "resnet-152": {
@@ -86,9 +86,9 @@ def parameter_count(layers: Any, tied: Any) -> int:
     """On the meta device; shared parameters count once."""
     with torch.device("meta"):
         built = [layer() for layer in layers if not isinstance(layer, nn.Module)]
-    count = sum(p.numel() for layer in built for p in layer.parameters())
+    count = sum(int(p.numel()) for layer in built for p in layer.parameters())
     aliases = [name.partition(".") for group in tied for name in group[1:]]
-    return count - sum(built[int(index)].get_parameter(name).numel() for index, _, name in aliases)
+    return count - sum(int(built[int(index)].get_parameter(name).numel()) for index, _, name in aliases)
 
 
 def test_gnmt_with_shared_embeddings_has_the_parameters_of_the_mlperf_implementation() -> None:

@@ -272,8 +272,8 @@ _END: Any = object()
 
 @contextmanager
 def _without_child_handler() -> Iterator[None]:
-    """Remove the SIGCHLD handler that a DataLoader with workers installs. It raises in the main thread, wherever that is,
-    when a worker has died. The loader finds that too when it is asked for the next item."""
+    """Remove the SIGCHLD handler that a DataLoader with workers installs: it raises in the main thread, wherever that
+    is, when a worker has died. The loader finds that too when it is asked for the next item."""
     before = signal.getsignal(signal.SIGCHLD)
     try:
         yield
