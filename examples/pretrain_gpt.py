@@ -18,7 +18,8 @@ LENGTH = 64
 
 def job() -> culm.Job:
     data = Characters(length=LENGTH)
-    config = GPT2Config(vocab_size=data.vocab, n_positions=LENGTH, n_embd=48, n_layer=4, n_head=4, bos_token_id=0)
+    tokens = {"vocab_size": data.vocab, "bos_token_id": 0, "eos_token_id": 0}
+    config = GPT2Config(**tokens, n_positions=LENGTH, n_embd=48, n_layer=4, n_head=4)
     return culm.Job(
         **culm.hf.parts(config),
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-3, weight_decay=0.1),

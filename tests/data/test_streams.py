@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import random
+import signal
 import time
 from collections.abc import Iterator
 from typing import Any, cast
@@ -179,3 +180,21 @@ def test_digests_depend_on_the_content_of_items_only() -> None:
     assert digest_items([same]) == digest_items([copied])
     others: list[Any] = [{**same, "y": torch.arange(2)}, {**same, "x": [text]}, {**same, "n": 0}, {**same, "z": 1.0}]
     assert len({digest_items([each]) for each in (same, *others)}) == 5
+
+
+class DyingWorker(IterableDataset[tuple[int, int]]):
+    """The process of a DataLoader that reads it ends after some items."""
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        yield from ((number, number) for number in range(9))  # no tensors: they are sent by the process that ends
+        os._exit(3)
+
+
+def test_a_worker_of_a_data_loader_that_dies_is_an_error_that_names_the_item() -> None:
+    """Torch raises in a signal handler otherwise, wherever the main thread is: in a run in its event loop."""
+    before = signal.getsignal(signal.SIGCHLD)
+    stream = Stream(DataLoader(DyingWorker(), batch_size=None, num_workers=1))
+    with pytest.raises(LayerFailed, match=r"Job\.data raised RuntimeError for item \d: DataLoader worker .* exited"):
+        for number in range(10):
+            stream[number]
+            assert signal.getsignal(signal.SIGCHLD) is before

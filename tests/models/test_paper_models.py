@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,16 @@ from torch import nn
 
 from culm.errors import JobError
 from culm.job import Job
-from culm.models import PAPER_MODELS, MaskedTokens, RandomImages, RandomTokens, Translations, paper_job
+from culm.models import (
+    PAPER_MODELS,
+    MaskedTokens,
+    RandomImages,
+    RandomTokens,
+    Translations,
+    gnmt,
+    gnmt_tied,
+    paper_job,
+)
 from culm.testing import Faults
 
 _WIDTH, _VOCAB = 1024, 32320
@@ -20,7 +30,7 @@ _LSTM = 4 * _WIDTH * (2 * _WIDTH) + 8 * _WIDTH
 _WIDE_LSTM = _LSTM + 4 * _WIDTH * _WIDTH
 _ATTENTION = 2 * _WIDTH * _WIDTH + 2 * _WIDTH + 1
 _GNMT = (
-    _VOCAB * _WIDTH  # embeddings and head share it
+    3 * _VOCAB * _WIDTH  # source, target, head
     + _VOCAB  # bias of the head
     + (2 * _LSTM + _WIDE_LSTM + 6 * _LSTM)  # encoder: both directions, then twice the inputs
     + (_LSTM + _ATTENTION + 7 * _WIDE_LSTM)  # decoder: the context is an input
@@ -34,7 +44,8 @@ PUBLISHED = {
     "bert-large": 336_226_108,
     "gpt-2": 124_439_808,
 }
-"""torchvision's documentation; transformers' BertForPreTraining and GPT2LMHeadModel; the sum above."""
+"""torchvision's documentation; transformers' BertForPreTraining and GPT2LMHeadModel; the sum above, which Shazeer et
+al. (2017) give as 278 million."""
 
 SMALL: dict[str, dict[str, Any]] = {
     "resnet-152": {
@@ -68,12 +79,27 @@ def small_job(name: str) -> Job:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_number_of_parameters_is_the_published_one(name: str) -> None:
     job = paper_job(name)
+    assert parameter_count(job.layers, job.tied) == PUBLISHED[name]
+
+
+def parameter_count(layers: Any, tied: Any) -> int:
+    """On the meta device; shared parameters count once."""
     with torch.device("meta"):
-        layers = [layer() for layer in job.layers if not isinstance(layer, nn.Module)]
-    count = sum(p.numel() for layer in layers for p in layer.parameters())
-    aliases = [name.partition(".") for group in job.tied for name in group[1:]]
-    shared = sum(layers[int(index)].get_parameter(name).numel() for index, _, name in aliases)
-    assert count - shared == PUBLISHED[name]
+        built = [layer() for layer in layers if not isinstance(layer, nn.Module)]
+    count = sum(int(p.numel()) for layer in built for p in layer.parameters())
+    aliases = [name.partition(".") for group in tied for name in group[1:]]
+    return count - sum(int(built[int(index)].get_parameter(name).numel()) for index, _, name in aliases)
+
+
+def test_gnmt_with_shared_embeddings_has_the_parameters_of_the_mlperf_implementation() -> None:
+    layers = gnmt(layers=4)
+    assert parameter_count(layers, gnmt_tied(layers)) == 160_671_297
+
+
+def test_the_models_of_the_documentation_are_these() -> None:
+    text = (Path(__file__).parents[2] / "docs/job.md").read_text()
+    for name, model in PAPER_MODELS.items():
+        assert f"| `{name}` | {PUBLISHED[name]:,} | {model.global_batch}/{model.micro_batch} |" in text
 
 
 def test_batches_and_shapes_are_those_of_the_papers() -> None:

@@ -21,6 +21,7 @@ from culm.data import Stream
 from culm.errors import JobError, UsageError
 from culm.runtime.compute.batch_loading import load_micro_batch
 from culm.runtime.compute.model_state import ModelState
+from culm.runtime.compute.parameter_groups import LayerParameters
 from culm.runtime.compute.segment import Segment
 from culm.testing import Faults, SimulatedRun, reference, simulate
 from culm.testing.reference_loop import train_step
@@ -153,6 +154,62 @@ def test_schedules_equal_a_plain_torch_loop(name: str) -> None:
         made.step()
     for one, plain in zip(state.layers[0].module.parameters(), module.parameters(), strict=True):
         assert torch.equal(one, plain)
+
+
+class DecayLater(lr_scheduler.LambdaLR):
+    """Changes a setting that torch's own schedulers leave alone, and changes it back."""
+
+    def step(self, epoch: int | None = None) -> None:
+        super().step(epoch)
+        for group in self.optimizer.param_groups:
+            group["weight_decay"] = 0.5 if self.last_epoch in (2, 3) else 0.0
+
+
+def tensor_rate(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=torch.tensor(0.05), weight_decay=0.0)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda optimizer: lr_scheduler.SequentialLR(
+            optimizer,
+            [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2), lr_scheduler.ConstantLR(optimizer, 0.5)],
+            milestones=[2],
+        ),
+        lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 3)),
+        lambda optimizer: DecayLater(optimizer, lambda step: 0.9**step),
+    ],
+)
+@pytest.mark.parametrize("rate", [tensor_rate, decayed])
+def test_every_setting_of_a_scheduler_and_rates_in_tensors_equal_a_plain_torch_loop(
+    rate: Any, schedule: Callable[[Any], Any], tmp_path: Any
+) -> None:
+    """A scheduler writes into a learning rate that is a tensor, and must not change the one that the factory gave."""
+    fields: dict[str, Any] = {"layers": [tiny_jobs.linear], "micro_batch": 8, "optimizer": rate}
+    described = tiny_jobs.job(**fields, steps=6, lr_schedule=schedule)
+    state = ModelState(described, [0])
+    layer = state.layers[0]
+    layer.accumulator.detach_grads()
+    optimizer = rate(layer.unit.parameters.values() if rate is tensor_rate else LayerParameters(layer.unit.parameters))
+    made = schedule(optimizer)
+    losses = []
+    for step in range(6):
+        (inputs,), target, _ = load_micro_batch(described, step, 0, torch.device("cpu"))
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(layer.module(inputs), target)
+        loss.backward()
+        optimizer.step()
+        made.step()
+        losses.append(loss.item())
+    request: dict[str, Any] = {"pipelines": 1, "stages": 1, "strategy": "none"}
+    assert reference(described).losses == losses
+    first = tiny_jobs.job(**fields, steps=3, lr_schedule=schedule)
+    simulate(first, **request, out=str(tmp_path))
+    resumed = simulate(described, **request, resume=str(tmp_path))
+    assert resumed.losses[-3:] == losses[3:]
+    for name, value in layer.module.named_parameters():
+        assert torch.equal(resumed.snapshot.parameters[f"0.{name}"], value)
 
 
 def test_averages_and_clipping_equal_torch() -> None:

@@ -14,7 +14,10 @@ from __future__ import annotations
 
 import copy
 import json
+import signal
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -200,7 +203,8 @@ class Stream:
                 self._opened.set_epoch(self._passes)
             if state is not None:
                 self._opened.load_state_dict(copy.deepcopy(state))
-            self._iterator = iter(self._opened)
+            with _without_child_handler():
+                self._iterator = iter(self._opened)
         except USER_EXCEPTIONS as error:
             raise LayerFailed(
                 f"Job.data could not be opened at item {self._next}: {type(error).__name__}{message_suffix(error)}"
@@ -242,7 +246,8 @@ class Stream:
     def _read_source(self) -> Any:
         assert self._iterator is not None
         try:
-            return next(self._iterator, _END)
+            with _without_child_handler():
+                return next(self._iterator, _END)
         except CulmError:
             self._iterator = None
             raise
@@ -263,6 +268,18 @@ class Stream:
 
 
 _END: Any = object()
+
+
+@contextmanager
+def _without_child_handler() -> Iterator[None]:
+    """Remove the SIGCHLD handler that a DataLoader with workers installs: it raises in the main thread, wherever that
+    is, when a worker has died. The loader finds that too when it is asked for the next item."""
+    before = signal.getsignal(signal.SIGCHLD)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGCHLD) is not before:
+            signal.signal(signal.SIGCHLD, before)
 
 
 def other_items_message(what: str) -> str:

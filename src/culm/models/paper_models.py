@@ -18,7 +18,7 @@ from culm.job import Dataset, Job
 from culm.models.bert import bert, bert_loss, bert_tied
 from culm.models.convnets import alexnet, resnet152, vgg19
 from culm.models.datasets import MaskedTokens, RandomImages, RandomTokens, Translations
-from culm.models.gnmt import gnmt, gnmt_loss, gnmt_tied
+from culm.models.gnmt import gnmt, gnmt_loss
 from culm.models.gpt import gpt, gpt_loss, gpt_tied
 
 Builder = Callable[..., list[Callable[[], nn.Module]]]
@@ -68,7 +68,7 @@ PAPER_MODELS: Mapping[str, PaperModel] = MappingProxyType(
         "resnet-152": PaperModel(resnet152, nn.functional.cross_entropy, _IMAGES, 384, 16, 12),
         "vgg-19": PaperModel(vgg19, nn.functional.cross_entropy, _IMAGES, 384, 8, 6),
         "alexnet": PaperModel(alexnet, nn.functional.cross_entropy, _IMAGES, 576, 8, 6),
-        "gnmt-16": PaperModel(gnmt, gnmt_loss, Translations(32320, 50, 10_000), 32, 4, 6, gnmt_tied),
+        "gnmt-16": PaperModel(gnmt, gnmt_loss, Translations(32320, 50, 10_000), 32, 4, 6),
         "bert-large": PaperModel(bert, bert_loss, MaskedTokens(30522, 128, 10_000), 256, 2, 12, bert_tied),
         "gpt-2": PaperModel(_gpt2, gpt_loss, RandomTokens(50257, 1024, 10_000), 32, 4, 12, gpt_tied),
     }

@@ -159,3 +159,56 @@ def test_runs_with_and_without_deferred_gradients_are_equal(
     monkeypatch.setattr(large_gradients, "LARGE_BYTES", 0)
     assert run() == expected
     assert reference(job(**fields)).state_sha256 == alone
+
+
+class _Differing:
+    """Makes gradients in parts differ visibly from those of torch, as another BLAS might in their last bits."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.added = 0
+        monkeypatch.setattr(large_gradients, "LARGE_BYTES", 0)
+        monkeypatch.setattr(large_gradients, "_Parts", self._parts)
+
+    def _parts(self, add_to: Any, whole: Any) -> Any:
+        def add(total: Tensor) -> None:
+            self.added += 1
+            add_to(total)
+            total.add_(1e-3)
+
+        return _PARTS(add, whole)
+
+
+_PARTS = large_gradients._Parts
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"recompute": True}, {"tied": [("0.embed.weight", "3.head.weight")]}, {"precision": "bf16"}]
+)
+def test_a_run_equals_the_reference_also_where_parts_have_other_bits_than_torch(
+    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reference, every schedule, every holder and every recovery add the same parts, or none."""
+    plain = reference(job(**fields)).state_sha256
+    differing = _Differing(monkeypatch)
+    wanted = reference(job(**fields)).state_sha256
+    assert wanted != plain and differing.added
+    for schedule in ("gpipe", "1f1b", "interleaved", "zb"):
+        request: dict[str, Any] = {"pipelines": 1, "stages": 2, "schedule": schedule, "strategy": "shadow"}
+        for node in (0, 1):
+            faults = Faults().kill(node, at=f"{node}F2", step=1)
+            found = simulate(job(**fields), **request, faults=faults)
+            assert found.state_sha256 == wanted, (schedule, node)
+            assert found.unstruck_faults(faults) == []
+
+
+@pytest.mark.parametrize("fields", [{"exact": True}, {"compile": {"backend": "aot_eager"}}])
+def test_exact_and_compiled_jobs_add_no_parts(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = reference(job(**fields)).state_sha256
+    differing = _Differing(monkeypatch)
+    assert reference(job(**fields)).state_sha256 == wanted
+    shapes = ((1, 2), (2, 2), (4, 1)) if "exact" in fields else ((1, 2),)
+    for pipelines, stages in shapes:
+        faults = Faults().kill(pipelines * stages - 1, at=f"{stages - 1}B3", step=1)
+        found = simulate(job(**fields), pipelines=pipelines, stages=stages, faults=faults)
+        assert found.state_sha256 == wanted and found.summary["preemptions"] == 1
+    assert differing.added == 0

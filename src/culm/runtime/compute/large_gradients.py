@@ -2,7 +2,12 @@
 
 For one micro-batch torch makes a whole gradient of such a weight, which is added to the sum: hundreds of megabytes,
 most of them zeros for an embedding. Here autograd is handed a gradient that is computed when it is added, part by part.
-The bits are the same: the parts are computed by torch's own kernels in the same order.
+
+An embedding's parts have the bits of torch's gradient: its kernel adds each row by itself. A head's parts are products
+of matrices with fewer rows. A BLAS may add in another order for another size: the bits are those of torch where that
+was tested, and elsewhere equal up to rounding. Culm's results do not depend on it: whether a gradient is added in parts
+follows from the job and the weight alone (`LayerReplica`), so that every holder, every recovery and the reference loop
+compute the same. `exact` uses no parts: its results must not depend on how a sum is made.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -110,7 +111,7 @@ class _StandIn(Optimizer):
     """An optimizer with the settings of another one and nothing to train."""
 
     def __init__(self, optimizer: Optimizer, base: Sequence[GroupSettings]) -> None:
-        groups = [{**group, "params": [torch.zeros(())]} for group in base]
+        groups = [{**copied(group), "params": [torch.zeros(())]} for group in base]
         super().__init__(groups, optimizer.defaults)
 
     def step(self, closure: Any = None) -> Any:
@@ -121,9 +122,11 @@ class _SchedulerRun:
     """One scheduler on a stand-in, and the settings that it gave each step so far."""
 
     def __init__(self, schedule: Callable[[Any], Any], optimizer: Optimizer, base: Sequence[GroupSettings]) -> None:
-        self._kind, self._base = type(optimizer), [dict(group) for group in base]
+        self._kind, self._base = type(optimizer), [copied(group) for group in base]
         self._stand_in = _StandIn(optimizer, base)
         self._settings: list[list[GroupSettings]] = []
+        self._scheduled = set(_SCHEDULED)
+        """Settings that this scheduler may change. Others are left alone: some optimizers keep their state there."""
         try:
             self._scheduler = schedule(self._stand_in)
         except CulmError:
@@ -144,17 +147,27 @@ class _SchedulerRun:
             except ASYNC_USER_EXCEPTIONS as error:
                 raise _schedule_failed(error, len(self._settings)) from error
             self._record()
-        return self._settings[step]
+        return [
+            copied({name: value for name, value in group.items() if name in self._scheduled})
+            for group in self._settings[step]
+        ]
 
     def _record(self) -> None:
-        self._settings.append(
-            [_scheduled(group, base) for group, base in zip(self._stand_in.param_groups, self._base, strict=True)]
-        )
+        pairs = list(zip(self._stand_in.param_groups, self._base, strict=True))
+        self._scheduled.update(name for group, base in pairs for name in base if _differ(group[name], base[name]))
+        self._settings.append([copied({name: group[name] for name in base}) for group, base in pairs])
 
 
 _SCHEDULED = ("lr", "momentum", "betas")
 """Settings that schedulers of torch change."""
 
 
-def _scheduled(group: Mapping[str, Any], base: Mapping[str, Any]) -> GroupSettings:
-    return {name: group[name] for name in _SCHEDULED if name in base}
+def _differ(one: object, other: object) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return not torch.equal(one, other)
+    return one is not other and bool(one != other)
+
+
+def copied(settings: Mapping[str, Any]) -> GroupSettings:
+    """The same settings. A learning rate that is a tensor is copied: schedulers write into it."""
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in settings.items()}

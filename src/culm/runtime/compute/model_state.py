@@ -25,7 +25,7 @@ from culm.runtime.compute.fused_step import Steppable, fuse_units, run_optimizer
 from culm.runtime.compute.grad_accumulator import GradientAccumulator, finalize_gradient, view_like
 from culm.runtime.compute.initial_weights import InitialWeights
 from culm.runtime.compute.large_gradients import large_gradients
-from culm.runtime.compute.lr_schedule import GroupSettings, LearningRates
+from culm.runtime.compute.lr_schedule import GroupSettings, LearningRates, copied
 from culm.runtime.compute.parameter_groups import LayerParameters
 from culm.runtime.compute.rng import derive_seed, may_use_python_rng, seed_everything
 from culm.runtime.compute.snapshot import Scalar, Snapshot
@@ -50,7 +50,7 @@ class OptimizerUnit:
         self._original_storage = [(p, p.data) for p in trained.values()]
         """Data pointers of the parameters. Aliases and saved copies rely on them."""
         self.base_groups: list[GroupSettings] = (
-            [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+            [copied({k: v for k, v in group.items() if k != "params"}) for group in self.optimizer.param_groups]
             if self.optimizer
             else []
         )
