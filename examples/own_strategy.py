@@ -2,9 +2,9 @@
 
 With two pipelines `reroute` goes back to a checkpoint if both holders of a stage are lost at once. Here the workers of
 the first pipeline also hold a shadow replica of their successor's stage. Peers still share the work of a lost node; the
-replicas are used only where no peer is left.
+replicas are used only where no peer is left. In this folder:
 
-    culm run examples/gpt.py --pipelines 2 --stages 3 --strategy own_strategy:ThreeHolders
+    culm run gpt.py --pipelines 2 --stages 3 --strategy own_strategy:ThreeHolders
     culm plan --model bert-large --instance p3.2xlarge --nodes 8 --strategy own_strategy:ThreeHolders
     culm chaos --seeds 50 --strategy own_strategy:ThreeHolders
 """

@@ -13,7 +13,10 @@ from culm.cluster.run_setup import RunSetup
 from culm.config import RunConfig
 from culm.job import Job
 from culm.plan.model.early_grad_send import send_gradients_early
+from culm.plan.model.layer_partition import partition_layers, segment_layer_ranges
+from culm.plan.model.model_profile import LayerCost
 from culm.plan.reshape.run_schedule import ScheduledStep, choose_schedule
+from culm.plan.reshape.segment_costs import segment_costs
 from culm.runtime.compute.model_check import ModelInfo
 from culm.schedule import Kind, Plan
 from culm.testing import Faults, ReferenceResult, SimulatedRun, reference
@@ -69,18 +72,46 @@ def with_split_plan(setup: RunSetup) -> RunSetup:
         )
         for index, layer in enumerate(setup.layers)
     )
+    setup = _with_plan(setup, layers, may_use_two_ranges=False)
+    plan = Plan.from_text(setup.plan)
+    assert not plan.all_backwards_split
+    assert any(action.kind is Kind.I for row in plan.workers for action in row)
+    return setup
+
+
+def with_two_range_plan(setup: RunSetup) -> RunSetup:
+    """A run with the schedule `planned` in which each worker has two segments and backwards are split."""
+    layers = tuple(
+        msgspec.structs.replace(
+            layer, forward_s=1.0, input_s=1.0, weight_s=1.0, halving_s=0.0, activation_bytes=0, output_bytes=0
+        )
+        for layer in setup.layers
+    )
+    setup = _with_plan(setup, layers, may_use_two_ranges=True)
+    assert len(setup.segments) == 2 * setup.stages
+    assert any(action.kind is Kind.I for row in Plan.from_text(setup.plan).workers for action in row)
+    return setup
+
+
+def _with_plan(setup: RunSetup, layers: tuple[LayerCost, ...], *, may_use_two_ranges: bool) -> RunSetup:
     step = ScheduledStep(
         layers=layers,
-        cuts=tuple(first for first, _ in setup.segments[1:]),
+        cuts=partition_layers(layers, setup.stages),
         pipelines=setup.pipelines,
         stages=setup.stages,
         micro_batches=Plan.from_text(setup.plan).micro_batches,
         synchronous=setup.synchronous_step,
+        may_use_two_ranges=may_use_two_ranges,
     )
     choice = choose_schedule("planned", step)
-    assert not choice.plan.all_backwards_split
-    assert any(action.kind is Kind.I for row in choice.plan.workers for action in row)
-    return msgspec.structs.replace(setup, layers=layers, plan=choice.plan.to_text(), schedule=choice.name)
+    return msgspec.structs.replace(
+        setup,
+        layers=layers,
+        segments=tuple((span.start, span.stop) for span in segment_layer_ranges(choice.cuts, len(layers))),
+        costs=segment_costs(layers, choice.cuts),
+        plan=choice.plan.to_text(),
+        schedule=choice.name,
+    )
 
 
 def run_with_faults(

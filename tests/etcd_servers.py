@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from culm.providers import die_with_parent
-from culm.providers.private_etcd import _etcd_binary, free_port
+from culm.providers.private_etcd import etcd_binary, free_port
 
 
 @contextmanager
@@ -37,7 +37,7 @@ def started(*options: str) -> Iterator[subprocess.Popen[bytes]]:
         "-S",
         die_with_parent.__file__,
         str(os.getpid()),
-        _etcd_binary(),
+        etcd_binary(),
         "--log-level=error",
         *options,
     ]

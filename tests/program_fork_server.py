@@ -354,7 +354,8 @@ def _preload() -> None:
         ):
             importlib.import_module(module)
         importlib.import_module("culm.providers.store_view")  # of pages; culm.gnn.gnn_run has the rest of them
-        importlib.import_module("culm.cli").root_click_command()
+        for _ in importlib.import_module("culm.cli").root_click_command().commands.values():
+            pass  # imports the module of the command
         fork_server.preload_modules()
         importlib.import_module("benchmarks.pipeline.torch_rank")
     _use_huge_pages()

@@ -110,10 +110,23 @@ def test_a_value_of_a_wrong_type_is_refused_in_one_sentence(field: str) -> None:
 
 
 def test_losses_is_a_deprecated_name_of_the_preemption_rate() -> None:
-    with pytest.warns(DeprecationWarning, match="losses is deprecated: use preemption_rate"):
+    with pytest.warns(FutureWarning, match="losses is deprecated: use preemption_rate"):
         assert merge_options(None, {"losses": 0.3}).preemption_rate == 0.3
     with pytest.raises(UsageError, match="both given"):
         merge_options(None, {"losses": 0.3, "preemption_rate": 0.2})
+
+
+@pytest.mark.parametrize("function", [culm.train, culm.start])
+def test_the_warning_points_to_the_line_of_the_caller(function: Any) -> None:
+    with pytest.warns(FutureWarning) as caught, pytest.raises(UsageError):
+        function("nowhere.py", losses=0.3)
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_the_warning_of_join_points_to_the_line_of_the_caller() -> None:
+    with pytest.warns(FutureWarning) as caught, pytest.raises(UsageError):
+        culm.join(losses=0.3)  # type: ignore[call-arg]
+    assert [warning.filename for warning in caught] == [__file__]
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [

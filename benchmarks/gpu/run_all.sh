@@ -1,21 +1,23 @@
 #!/usr/bin/env bash
 # Test and measure culm on the GPUs of this machine, one step after the other.
 #
-#   benchmarks/gpu/run_all.sh [--out DIR] [--limit SECONDS] [--full] [--cpu] [--dependencies FILE.tar.gz] [STEP...]
+#   benchmarks/gpu/run_all.sh [--out DIR] [--limit SECONDS] [--full] [--cpu] [--dependencies FILE.tar.gz]
+#                             [--resume RESULTS.tar.gz] [STEP...]
 #
-# A step that fails does not stop the others. Each result is saved in DIR (default: gpu-results) when its step ends, with
-# the log beside it; a step whose result is there already is skipped, so that the same command continues after an
-# interruption. Steps that would probably end after --limit seconds are left for the next call. At the end all rows are
-# in DIR/all.json, and everything is in DIR/results.tar.gz.
+# A step that fails, or hangs until its own time is over, does not stop the others. Each result is saved in DIR (default:
+# gpu-results) when its step ends, with the log beside it, and everything in DIR/results.tar.gz. A step whose result is
+# there already is skipped, so that the same command continues after an interruption; on another machine, with --resume
+# and the archive of the first. Steps that would probably end after --limit seconds are left for the next call. At the
+# end all rows are in DIR/all.json. Exit status 1: a step failed.
 #
 # --full: as many rounds as published figures need; otherwise --quick. --cpu: try this script without a GPU.
-# Steps: facts tests nccl doctor traces pauses, and the rows of `culm bench gpu`. Default: all, the shortest and most
-# important first. Rows whose workers share a GPU use MPS slices, if nvidia-cuda-mps-control is there; tests and pauses
-# run without MPS, because there a process that is killed during a kernel ends all others.
+# Steps: facts streams traces nccl strategies doctor, and the rows of `culm bench gpu`. Default: all, the most important first. Rows
+# whose workers share a GPU use MPS slices, if nvidia-cuda-mps-control is there and works; tests and pauses run without
+# MPS, because there a process that is killed during a kernel ends all others. PYTHON: the interpreter, default python3.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 
-out=gpu-results limit=100000 effort=--quick device=cuda dependencies=""
+out=gpu-results limit=100000 effort=--quick device=cuda dependencies="" resume="" python=${PYTHON:-python3}
 steps=()
 while (($#)); do
     case $1 in
@@ -24,35 +26,55 @@ while (($#)); do
     --full) effort="" ;;
     --cpu) device=cpu ;;
     --dependencies) dependencies=$2 && shift ;;
+    --resume) resume=$2 && shift ;;
     -*) echo "run_all.sh: unknown option $1" >&2 && exit 2 ;;
     *) steps+=("$1") ;;
     esac
     shift
 done
-((${#steps[@]})) || steps=(facts nccl tests doctor plain 1f1b-4 2x2 1f1b-2 traces reroute zb-4 pause-reroute 1f1b-8
-    shadow-lazy shadow zb-8 2x4 pause-shadow plain-large large-4 large-8)
+((${#steps[@]})) || steps=(facts streams traces nccl 1f1b-4 pause-reroute zb-4 2x2 plain reroute 1f1b-2 1f1b-8
+    strategies shadow shadow-lazy zb-8 2x4 doctor pause-shadow large-4 large-8 plain-large)
 
 mkdir -p "$out"
 out=$(realpath "$out")
 began=$SECONDS
+if [[ -n $resume ]]; then
+    tar -C "$out" -xzf "$resume" || exit 1
+fi
 if [[ -n $dependencies ]]; then
     packages=${TMPDIR:-/tmp}/culm-dependencies
     mkdir -p "$packages" && tar -C "$packages" -xzf "$dependencies" || exit 1
     export PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}$packages
 fi
 export PYTHONPATH=$PWD/src:$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
-culm=(python3 -m culm)
+if ! problem=$("$python" -c "import torch, culm.cli, culm.runtime.worker, pytest" 2>&1); then
+    echo "run_all.sh: $python cannot run culm: ${problem##*$'\n'}. Bring what is missing with --dependencies" \
+        "(benchmarks/gpu/README.md), or name another interpreter in PYTHON" >&2
+    exit 1
+fi
+culm=("$python" -m culm)
 
 mps=${TMPDIR:-/tmp}/culm-mps
 
+mps_works=unknown
+
 start_mps() {
-    [[ $device == cuda ]] && command -v nvidia-cuda-mps-control >/dev/null || return
+    [[ $device == cuda && $mps_works != no ]] && command -v nvidia-cuda-mps-control >/dev/null || return
     export CUDA_MPS_PIPE_DIRECTORY=$mps/pipe CUDA_MPS_LOG_DIRECTORY=$mps/log
     mkdir -p "$CUDA_MPS_PIPE_DIRECTORY" "$CUDA_MPS_LOG_DIRECTORY"
-    if ! nvidia-cuda-mps-control -d; then
-        echo "run_all.sh: MPS does not start: workers take turns on a GPU" >&2
-        unset CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY
+    if nvidia-cuda-mps-control -d && { [[ $mps_works == yes ]] || computes_in_a_slice; }; then
+        mps_works=yes
+    else
+        echo "run_all.sh: MPS does not work here (see $mps/log): workers take turns on a GPU" >&2
+        mps_works=no
+        stop_mps
     fi
+}
+
+computes_in_a_slice() {
+    CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25 timeout 60 "$python" -c "
+import torch
+assert (torch.ones(64, 64, device='cuda') @ torch.ones(64, 64, device='cuda')).sum().item() == 64**3"
 }
 
 stop_mps() {
@@ -70,7 +92,7 @@ facts() {
     free -g
     df -h /dev/shm
     ulimit -l
-    python3 - <<'PYTHON'
+    "$python" - <<'PYTHON'
 import torch
 print("torch", torch.__version__, "CUDA", torch.version.cuda, "available", torch.cuda.is_available())
 if torch.cuda.is_available():
@@ -82,13 +104,23 @@ print("culm", culm.__version__)
 PYTHON
 }
 
-# Gradient sums over NCCL, with and without a loss: the part that is most likely to differ between machines.
-nccl() {
-    python3 -m pytest -q -rA -m gpu -p no:cacheprovider tests/runtime/test_gpu.py -k nccl
+run_tests() {
+    "$python" -m pytest -v -rfE --tb=short -m gpu -p no:cacheprovider "$@"
 }
 
-tests() {
-    python3 -m pytest -q -rA -m gpu -p no:cacheprovider tests/device tests/runtime/test_gpu.py -k "not nccl"
+# Streams, slabs and page locks: what everything else is built on.
+streams() {
+    run_tests tests/device
+}
+
+# Gradient sums over NCCL, with and without a loss: the part that is most likely to differ between machines.
+nccl() {
+    run_tests tests/runtime/test_gpu.py -k "nccl_sums or (nccl and reroute)"
+}
+
+# A loss changes no bit, under every strategy and optimizer.
+strategies() {
+    run_tests tests/runtime/test_gpu.py -k "not (nccl_sums or (nccl and reroute))"
 }
 
 doctor() {
@@ -112,7 +144,9 @@ traces() {
 }
 
 row() {
-    "${culm[@]}" bench gpu --json --rows "$1" --device $device $effort >"$out/$1.part" || return
+    local rounds=$effort
+    [[ $1 == pause-* && $device == cuda ]] && rounds=""  # ten losses
+    "${culm[@]}" bench gpu --json --rows "$1" --device $device $rounds >"$out/$1.part" || return
     mv "$out/$1.part" "$out/$1.json"
     cat "$out/$1.json"
 }
@@ -123,29 +157,41 @@ expected() {
     [[ -z $effort ]] && factor=4
     case $1 in
     facts) echo 20 60 ;;
-    nccl) echo 60 180 ;;
-    tests) echo 240 540 ;;
-    doctor | traces) echo 60 240 ;;
-    pause-*) echo 150 540 ;;
-    *-8 | 2x4 | *large*) echo $((80 * factor)) 540 ;;
-    *) echo $((60 * factor)) 540 ;;
+    streams) echo 60 180 ;;
+    nccl) echo 110 300 ;;
+    strategies) echo 300 540 ;;
+    doctor | traces) echo 60 180 ;;
+    pause-*) echo 180 420 ;;
+    *-8 | 2x4 | *large*) echo $((80 * factor)) $((240 * factor)) ;;
+    *) echo $((60 * factor)) $((180 * factor)) ;;
     esac
 }
 
 run_step() {
     case $1 in
-    facts | nccl | tests | doctor | traces) "$1" ;;
+    facts | streams | nccl | strategies | doctor | traces) "$1" ;;
     *) row "$1" ;;
     esac
 }
 
-export -f facts nccl tests doctor traces row run_step
+export -f facts run_tests streams nccl strategies doctor traces row run_step
+
+# Everything in one file.
+save() {
+    local archive
+    archive=$(mktemp)
+    tar -C "$out" --exclude=results.tar.gz --exclude=runs --exclude='*.part' -czf "$archive" . &&
+        mv "$archive" "$out/results.tar.gz"
+}
+
+failed=0
 for step in "${steps[@]}"; do
     if [[ -e $out/$step.done ]]; then
         echo "== $step: done before"
         continue
     fi
     read -r usual longest < <(expected "$step")
+    [[ $device == cpu ]] && longest=$((4 * longest))  # the times are those of GPUs
     left=$((limit - (SECONDS - began)))
     if ((usual > left)); then
         echo "== $step: left out, it takes about $usual s and $left s are left"
@@ -154,19 +200,19 @@ for step in "${steps[@]}"; do
     echo "== $step"
     before=$SECONDS
     case $step in
-    facts | nccl | tests | doctor | traces | plain* | pause-*) ;;
+    facts | streams | nccl | strategies | doctor | traces | plain* | pause-*) ;;
     *) start_mps ;;
     esac
-    out=$out device=$device effort=$effort culm_words="${culm[*]}" timeout --kill-after=10 \
+    out=$out device=$device effort=$effort python=$python culm_words="${culm[*]}" timeout --kill-after=10 \
         $((left < longest ? left : longest)) bash -c 'culm=($culm_words); run_step "$1"' _ "$step" \
         >"$out/$step.log" 2>&1
     status=$?
     stop_mps
     tail -n 12 "$out/$step.log"
-    if ((status == 0)); then
-        touch "$out/$step.done"
-    fi
-    echo "== $step: $( ((status)) && echo "FAILED ($status)" || echo ok), $((SECONDS - before)) s"
+    ((status)) && failed=1 || touch "$out/$step.done"
+    ((status == 124 || status == 137)) && why="its time is over" || why="status $status"
+    echo "== $step: $( ((status)) && echo "FAILED ($why)" || echo ok), $((SECONDS - before)) s"
+    save
 done
 
 combine=()
@@ -180,6 +226,8 @@ if ((${#combine[@]})); then
     "${culm[@]}" bench gpu --json "${combine[@]}" >"$out/all.part" && mv "$out/all.part" "$out/all.json"
     COLUMNS=200 "${culm[@]}" bench gpu "${combine[@]}"
 fi
-archive=$(mktemp)
-tar -C "$out" --exclude=results.tar.gz -czf "$archive" . && mv "$archive" "$out/results.tar.gz"
-ls "$out"/*.done 2>/dev/null | xargs -rn1 basename
+save
+for file in "$out"/*.done; do
+    [[ -e $file ]] && basename "$file"
+done
+exit $failed

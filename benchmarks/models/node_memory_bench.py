@@ -45,8 +45,6 @@ class NodeMemory(TypedDict):
     """A node, in bytes."""
 
     weights: int
-    largest: int
-    """Of its tensors. In a backward, torch holds the gradient of a micro-batch for one tensor beside the sums."""
     read: int
     """Of the tensors that it read from files."""
     loading: int
@@ -67,8 +65,6 @@ class NodeMemoryResult(TypedDict):
     """The largest peak of a step, as a multiple of weights and gradient sums."""
     worst_loading: float
     """The same with the layers loaded, before the step."""
-    worst_peak_with_gradient: float
-    """The largest peak of a step, as a multiple of weights, gradient sums and the gradient of the largest tensor."""
     within_limit: bool
 
 
@@ -95,7 +91,6 @@ def run(*, quick: bool = False, progress: Callable[[str], object] = lambda _: No
         worst_read=worst_read,
         worst_loading=max(node["loading"] / (2 * node["weights"]) for node in nodes),
         worst_peak=worst_peak,
-        worst_peak_with_gradient=max(node["training"] / (2 * node["weights"] + node["largest"]) for node in nodes),
         within_limit=max(worst_read, worst_peak) <= ALLOWED,
     )
 
@@ -106,20 +101,18 @@ def measure(spec: LlamaSpec) -> list[NodeMemory]:
         for name, each in (("tiny", _TINY), ("model", spec)):
             (Path(scratch) / name).mkdir()
             write_zeros(each, Path(scratch) / name)
-        cuts = zip(stage_weights(spec), _largest_tensors(spec), _cut(spec), strict=True)
-        return [_measure_node(Path(scratch), layers, weights, largest) for weights, largest, layers in cuts]
+        cuts = zip(stage_weights(spec), _cut(spec), strict=True)
+        return [_measure_node(Path(scratch), layers, weights) for weights, layers in cuts]
 
 
-def _measure_node(scratch: Path, layers: range, weights: int, largest: int) -> NodeMemory:
+def _measure_node(scratch: Path, layers: range, weights: int) -> NodeMemory:
     command = [sys.executable, "-m", __name__, str(scratch), str(layers.start), str(layers.stop)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         raise RunError(f"the process of a node failed: {done.stderr}")
     found: dict[str, int] = json.loads(done.stdout)
-    return NodeMemory(
-        weights=weights, largest=largest, read=found["read"], loading=found["loading"], training=found["training"]
-    )
+    return NodeMemory(weights=weights, read=found["read"], loading=found["loading"], training=found["training"])
 
 
 @dataclass(frozen=True)
@@ -171,11 +164,6 @@ def stage_weights(spec: LlamaSpec) -> list[int]:
     """Bytes of the weights of each stage."""
     sizes = {name: 4 * value.numel() for name, value in _skeleton(spec).state_dict().items()}
     return [sum(sizes[name] for name in names) for names in _stage_names(spec)]
-
-
-def _largest_tensors(spec: LlamaSpec) -> list[int]:
-    sizes = {name: 4 * value.numel() for name, value in _skeleton(spec).state_dict().items()}
-    return [max(sizes[name] for name in names) for names in _stage_names(spec)]
 
 
 def write_zeros(spec: LlamaSpec, folder: Path) -> None:

@@ -17,6 +17,8 @@ from benchmarks.common import cpu_pinning
 from culm.config import RunConfig
 from culm.errors import RunError
 from culm.job import Job
+from culm.plan.replan.planned_schedule import PLANNED
+from culm.plan.replan.two_range_schedule import RANGES
 from culm.providers.local_provider import ForkServerClient, RunHandle, local_run
 from culm.training import pickle_job
 
@@ -60,13 +62,14 @@ class CulmPipeline:
         self._pinned = False
         self.cpu_s = 0.0
         """CPU seconds of all nodes in the last round, agents included."""
+        planned = schedule == PLANNED  # it cuts the layers itself, into one or two segments per worker
         request = RunConfig(
             pipelines=pipelines,
             stages=worker_count(cut, schedule),
             schedule=schedule,
-            ranges=stages_per_worker(schedule),
+            ranges=RANGES if planned else stages_per_worker(schedule),
             strategy=strategy,
-            cuts=tuple(part.start for part in cut[1:]),
+            cuts=None if planned else tuple(part.start for part in cut[1:]),
             kills=kills,
             out=out,
             max_activations=max_activations,

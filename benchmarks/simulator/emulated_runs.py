@@ -175,6 +175,7 @@ async def _run_until_done(case: EmulatedCase, fork_server: ForkServerClient, fol
             pipelines=case.pipelines,
             stages=case.stages,
             schedule=case.schedule,
+            ranges=1,  # times are measured and predicted by stage
             strategy=case.strategy if case.survives_loss else "none",
             out=str(folder / "run"),
             resume=resume,

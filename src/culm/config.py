@@ -69,7 +69,8 @@ class RunConfig:
     """Seconds that a solver (OR-Tools) works on a better plan for the planned schedule while the run goes on, on one
     thread of the leader's node; 0: it does not. Default: 20, or 0 without OR-Tools."""
     ranges: int = 2
-    """Segments that a worker holds under the interleaved schedule."""
+    """Segments that a worker holds under the interleaved schedule, and may hold under planned: 1 keeps planned from
+    using two."""
     cuts: tuple[int, ...] | None = None
     """First layers of segments 1, 2, ...; default: chosen so that the slowest stage is as fast as possible."""
     profile: str | None = None
@@ -84,11 +85,11 @@ class RunConfig:
     preemption_rate: float = 0.1
     """Share of the nodes expected to be preempted per hour; auto and the checkpoint interval depend on it."""
     out: str | None = None
-    """Folder or URL for the files of the run; it must not exist or be empty."""
+    """Folder or URL for the files of the run: a new one, or an empty one."""
     resume: str | None = None
     """Folder or URL of a run to continue from its newest checkpoint."""
     checkpoint_every: int = 0
-    """Steps between two checkpoints; 0: one at the end, or as the strategy needs."""
+    """Steps between two checkpoints. 0: one every few minutes, or as the strategy needs, and one at the end."""
     keep_last: int = 2
     """Number of checkpoints to keep."""
     restart: RestartMode = "warm"
@@ -293,13 +294,14 @@ class RunOptions(JoinOptions, total=False):
     dash: bool
 
 
-def merge_options(config: RunConfig | None, options: Mapping[str, Any]) -> RunConfig:
-    """`config` with fields replaced by keyword arguments. Raises UsageError for a name that RunConfig does not have."""
+def merge_options(config: RunConfig | None, options: Mapping[str, Any], *, stacklevel: int = 2) -> RunConfig:
+    """`config` with fields replaced by keyword arguments. Raises UsageError for a name that RunConfig does not have.
+    `stacklevel`: where a warning points to, as in `warnings.warn`."""
     given = dict(options)
     if "losses" in given:
         if "preemption_rate" in given:
             raise UsageError("losses and preemption_rate are both given: use preemption_rate alone")
-        warnings.warn("losses is deprecated: use preemption_rate", DeprecationWarning, stacklevel=3)
+        warnings.warn("losses is deprecated: use preemption_rate", FutureWarning, stacklevel=stacklevel)
         given["preemption_rate"] = given.pop("losses")
     if not isinstance(config, RunConfig | None):
         raise UsageError(
@@ -383,7 +385,7 @@ def _check_known(field: str, value: str, choices: Iterable[str]) -> None:
     if value not in names:
         close = difflib.get_close_matches(str(value).lower(), names, n=1)
         hint = f"did you mean {close[0]}?" if close else f"use {' or '.join(names)}"
-        raise UsageError(f"this version has no {option_name(field)} {value!r}: {hint}")
+        raise UsageError(f"there is no {option_name(field)} {value!r}: {hint}")
 
 
 def _check_at_least(least: int, field: str, value: object) -> None:

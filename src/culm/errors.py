@@ -20,6 +20,9 @@ A message is one sentence that names the field or the place, the value found, an
 
 from __future__ import annotations
 
+import traceback
+from pathlib import Path
+
 USER_EXCEPTIONS: tuple[type[BaseException], ...] = (Exception, SystemExit, GeneratorExit)
 """Exceptions of user code that are reported as such: the last two would mean something else if not caught.
 In an event loop there is one more: culm.runtime.compute.user_errors."""
@@ -95,3 +98,23 @@ class DeviceFailed(CulmError):
 
 class EpochClosed(CulmError):
     """The epoch ended while a frame was awaited. Raised only inside the runtime, which enters the next epoch."""
+
+
+def unexpected_failure(subject: str, error: BaseException) -> RunError:
+    """The error that ends a run for an exception that nobody raised on purpose, as in a method of a user's strategy."""
+    failure = RunError(f"{subject} failed: {describe_exception(error)}")
+    failure.trace = "".join(traceback.format_exception(error))
+    return failure
+
+
+def describe_exception(error: BaseException) -> str:
+    """Class and message of an exception, and the innermost line outside of culm and the standard library or, without
+    one, of any code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    outside = [frame for frame in frames if not frame.filename.startswith(_LIBRARY_FOLDERS)]
+    place = "".join(f" (in {frame.name}, {frame.filename}:{frame.lineno})" for frame in (outside or frames)[-1:])
+    return f"{type(error).__name__}{message_suffix(error)}{place}"
+
+
+_LIBRARY_FOLDERS = (str(Path(__file__).parent), str(Path(traceback.__file__).parent))
+"""Culm and the standard library."""

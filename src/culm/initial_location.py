@@ -16,12 +16,19 @@ def locate_initial(init: str) -> str:
     path = Path(init).expanduser()
     if path.exists():
         return str(_snapshot(path) or path)
-    cached = _snapshot(_hub_cache() / f"models--{init.replace('/', '--')}") if init.count("/") == 1 else None
+    cached = cached_model(init)
     if cached is not None:
         return str(cached)
     close = _similar_paths(path)
     hint = f": did you mean {' or '.join(map(repr, close))}?" if close else ""
     raise JobError(f"Job.init is {init!r}: there is no such file or folder on this machine{hint}")
+
+
+def cached_model(name: str) -> Path | None:
+    """The folder of a model such as "org/name" in the local cache of Hugging Face; None: it is not there."""
+    if not 0 <= name.count("/") <= 1 or name.startswith(("/", ".", "~")):
+        return None
+    return _snapshot(_hub_cache() / f"models--{name.replace('/', '--')}")
 
 
 def _snapshot(folder: Path) -> Path | None:

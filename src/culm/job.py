@@ -150,6 +150,17 @@ class Job:
     """Files that describe the model, by name. They are written next to the checkpoints; `culm export --hf` needs
     those of `culm.hf.parts`."""
 
+    def __new__(cls, **fields: Any) -> Job:
+        """Check the names of the fields: a copy is made without any."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in fields:
+            if name not in known:
+                raise JobError(f"culm.Job got {name}=...: no such field{_did_you_mean(name, known)}")
+        missing = [f.name for f in dataclasses.fields(cls) if f.default is f.default_factory and f.name not in fields]
+        if fields and missing:
+            raise JobError(f"culm.Job needs {', '.join(missing)}: docs/job.md describes the fields")
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         if isinstance(self.data, Stream) or _is_iterable_only(self.data):
             stream = self.data if isinstance(self.data, Stream) else Stream(self.data)
@@ -183,6 +194,9 @@ def check_job(job: Job) -> None:
     """Raise JobError for a wrong field. `culm.runtime.compute.model_check` checks the layers by running them."""
     for field in _MINIMUM:
         _check_whole_number(field, getattr(job, field))
+    for field in _SWITCHES:
+        if not isinstance(getattr(job, field), bool):
+            raise JobError(f"Job.{field} is {getattr(job, field)!r}: use True or False")
     if job.global_batch % job.micro_batch:
         raise JobError(_indivisible_message(job.global_batch, job.micro_batch))
     _check_layers(job.layers)
@@ -195,6 +209,9 @@ def check_job(job: Job) -> None:
     for field in ("loss", "optimizer"):
         if not callable(getattr(job, field)):
             raise JobError(f"Job.{field} is {getattr(job, field)!r}, not callable: pass a function")
+    if isinstance(job.loss, type):
+        kind = job.loss.__name__
+        raise JobError(f"Job.loss is the class {kind}: make an object of it, as in loss={kind}()")
     _check_scheduler_object(job.lr_schedule)
     for field in ("lr_schedule", "collate", *HOOKS):
         value = getattr(job, field)
@@ -220,6 +237,8 @@ HOOKS = ("on_step", "on_evaluate", "on_checkpoint", "on_node_lost")
 
 def _check_data_fields(job: Job) -> None:
     _check_dataset("data", job.data)
+    if job.collate is None and isinstance(job.data, Stream):
+        job.data.check_items_single()
     if job.loaders and isinstance(job.data, Stream):
         raise JobError(
             f"Job.loaders is {job.loaders}, but Job.data is a stream, which is read in order by one reader: use "
@@ -288,6 +307,9 @@ _MINIMUM = {"loaders": 0, "global_batch": 1, "micro_batch": 1, "steps": 0, "thre
 """Fields that are whole numbers, with their smallest value."""
 
 
+_SWITCHES = ("recompute", "exact", "evaluate_ema", "save_frozen")
+
+
 def _check_whole_number(field: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < _MINIMUM[field]:
         raise JobError(f"Job.{field} is {value!r}: use a whole number of at least {_MINIMUM[field]}")
@@ -306,6 +328,11 @@ def _layer_tuple(layers: object) -> tuple[Any, ...]:
     """The layers of any iterable, which is read once. Raises JobError for a module whose layers are not its items."""
     if _is_module(layers):
         _check_container(layers)
+    if isinstance(layers, type):
+        raise JobError(
+            f"Job.layers is the class {layers.__name__}: make an object of it and list its layers, as in "
+            "layers=[model.embed, *model.blocks, model.head]"
+        )
     if not isinstance(layers, Iterable):
         raise JobError(
             f"Job.layers is a {type(layers).__name__}, which has no order of layers: list them, as in "
@@ -367,6 +394,11 @@ def _check_parameters(layers: Sequence[Any], tied: Sequence[Sequence[str]]) -> N
                     f"Job.layers has the same parameter as {other!r} and as {name!r}: "
                     f"add ({other!r}, {name!r}) to Job.tied"
                 )
+            if parameter.is_meta:
+                raise JobError(
+                    f"Job.layers[{index}] has its parameter {own!r} on the meta device, without values: load it first, "
+                    "or pass a function that makes the layer"
+                )
             if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
                 raise JobError(
                     f"Job.layers[{index}] has a hook on its parameter {own!r}, which copies of the module lack: "
@@ -384,6 +416,13 @@ def _is_iterable_only(data: object) -> bool:
 def _check_dataset(field: str, data: object) -> None:
     if isinstance(data, Stream):
         return
+    if isinstance(data, str | bytes | Path):
+        raise JobError(
+            f"Job.{field} is {data!r}, a {type(data).__name__} and not a data set: use culm.data, as in "
+            'culm.data.Jsonl("train.jsonl", to_item)'
+        )
+    if data is None:
+        raise JobError(f"Job.{field} is None: pass a data set with len() and [i], or an iterable")
     if _is_iterable_only(data):
         raise JobError(
             f"Job.{field} is a {type(data).__name__}, which has no items by index: pass a list of some of its items"

@@ -116,7 +116,7 @@ def _prepare(
     keep_hook: bool = False,
 ) -> tuple[RunResources, JobSource, StepHook | None]:
     """Check the arguments of `train`: what the run uses, where its processes find the job, and its on_step hook."""
-    merged = merge_options(config, options)
+    merged = merge_options(config, options, stacklevel=4)
     described = call_job_function(job) if isinstance(job, str) else job() if callable(job) else job
     if not isinstance(described, Job):
         raise UsageError(f"job is of type {type(described).__name__}: pass a culm.Job or a function that returns one")
@@ -243,6 +243,7 @@ def join(
     idle_timeout_s: float = 0.0,
     fork_server: ForkServerClient | None = None,
     on_line: Callable[[str], None] | None = None,
+    on_job: Callable[[str], None] = lambda _: None,
     **options: Unpack[JoinOptions],
 ) -> None:
     """Provide a node of this machine to a run on several machines, as `culm agent` does.
@@ -268,9 +269,10 @@ def join(
     node then has `grace` seconds to hand over its state. A second SIGTERM, or Ctrl-C, ends the node at once and raises
     KeyboardInterrupt. Signals are handled only if `join` is called in the main thread.
 
-    `on_line` is called with sentences about what happens; by default they are logged to the logger "culm".
+    `on_line` is called with sentences about what happens; by default they are logged to the logger "culm". `on_job` is
+    called with the name of the job when it is known.
     """
-    merged = merge_options(config, options)
+    merged = merge_options(config, options, stacklevel=3)
     if notice_source not in NOTICE_SOURCES:
         raise UsageError(f"--notice is {notice_source!r}: choose one of {', '.join(NOTICE_SOURCES)}")
     shared = find_shared_run(merged)
@@ -279,6 +281,7 @@ def join(
 
     async def main() -> None:
         job = await find_job(shared.access, shared.job, wait_s, report)
+        on_job(job)
         location = StoreLocation(shared.access, job, secret=shared.secret)
         command = StartNode(
             0,

@@ -73,6 +73,18 @@ def test_an_exported_folder_is_read_by_dcp(run: tuple[Path, Any], tmp_path: Path
         export_dcp(folder, tmp_path / "dcp")
 
 
+def test_tensors_without_a_dimension_are_exported(tmp_path: Path) -> None:
+    """The step counts of AdamW: an export of every such run failed."""
+    job = tiny_jobs.job(optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01))
+    found = simulate(job, pipelines=1, stages=2, out=str(tmp_path / "run"))
+    export_dcp(tmp_path / "run", tmp_path / "dcp")
+    for source in ({"checkpoint_id": str(tmp_path / "dcp")}, {"storage_reader": DcpReader(tmp_path / "run")}):
+        state = {"optimizer.1.weight.step": torch.zeros(()), "optimizer.1.weight.exp_avg": torch.zeros(4, 4)}
+        load(state, **source, no_dist=True)
+        assert all(torch.equal(value, found.snapshot.tensors[name]) for name, value in state.items())
+        assert state["optimizer.1.weight.step"] == 3
+
+
 def test_averaged_weights_are_exported_on_request(run: tuple[Path, Any], tmp_path: Path) -> None:
     from safetensors.torch import load_file
 

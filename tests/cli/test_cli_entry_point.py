@@ -96,7 +96,7 @@ def test_a_node_imports_next_to_nothing_of_its_own(run: Run) -> None:
 @pytest.mark.real
 def test_on_a_terminal_prints_stand_above_the_bar(run: Run) -> None:
     assert "a layer speaks [not markup]" in run.shown
-    assert "step 4/4" in run.shown
+    assert "steps 4/4" in run.shown
     assert "each counted once" in run.shown
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 from tests.cli.cli_process import JOBS
 
 from culm.cli import main, root_click_command
 from culm.cli.config_options import build_config, field_docs
+from culm.cli.launching import launch_command
 from culm.cli.running import agent_command, run_command
 from culm.config import JoinOptions, RunConfig, option_name
 from culm.errors import UsageError
@@ -90,3 +91,11 @@ def test_losses_is_a_hidden_deprecated_name_of_the_preemption_rate(capsys: pytes
         main(["run", JOBS, "--losses", "0.2", "--preemption-rate", "0.3"])
     assert end.value.code == 2
     assert "--preemption-rate 0.3 and --losses 0.2 are both given" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [run_command.run, launch_command.launch, agent_command.agent])
+def test_no_option_has_a_type_that_older_versions_of_typer_refuse(command: Any) -> None:
+    """Literals are read by typer 0.19 and newer only."""
+    for parameter in inspect.signature(command).parameters.values():
+        hint = get_args(parameter.annotation)[0] if get_args(parameter.annotation) else parameter.annotation
+        assert get_origin(hint) is not Literal, parameter.name

@@ -81,7 +81,7 @@ def test_a_log_gets_a_line_now_and_then_and_always_the_last() -> None:
         shown.show_step(metrics(step, 0.1 * step))
     lines = written(console).splitlines()[before:]
     assert [line.split()[1] for line in lines] == ["1/100", "21/100", "41/100", "61/100", "81/100", "100/100"]
-    assert lines[1] == "step 21/100  loss 2.5000  80 samples/s  8 s left"
+    assert lines[1] == "steps 21/100  loss 2.5000  80 samples/s  8 s left"
 
 
 def test_a_log_names_what_begins_and_what_is_complete_but_no_step_between() -> None:
@@ -107,7 +107,7 @@ def test_a_loss_that_is_not_a_number_is_reported() -> None:
     shown = LogDisplay(console)
     shown.show_setup(setup())
     shown.show_step(metrics(0, 0.0, loss=None))
-    assert written(console).splitlines()[-1] == "step 1/100  loss not finite"
+    assert written(console).splitlines()[-1] == "steps 1/100  loss not finite"
 
 
 def test_quiet_shows_nothing_and_a_terminal_gets_a_bar() -> None:
@@ -127,7 +127,7 @@ def test_a_bar_lets_what_user_code_prints_pass_unchanged() -> None:
     shown.show_step(metrics(1, 0.5))
     shown.close()
     assert "lr [bold]0.1[/bold]" in written(console)
-    assert "step 2/100" in written(console)
+    assert "steps 2/100" in written(console)
 
 
 def test_the_start_of_a_run_shows_shape_schedule_layers_and_why() -> None:

@@ -38,7 +38,7 @@ def usage_error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     [
         (["--schedule", "1fb1"], "no --schedule '1fb1': did you mean 1f1b?"),
         (["--strategy", "nnoe"], "no --strategy 'nnoe': did you mean none?"),
-        (["--strategy", "prayer"], "this version has no --strategy 'prayer': use auto or none"),
+        (["--strategy", "prayer"], "there is no --strategy 'prayer': use auto or none"),
         (["--pipelines", "0"], "--pipelines is 0: use a whole number of at least 1"),
         (["--checkpoint-every", "-1"], "--checkpoint-every is -1: use a whole number of at least 0"),
         (["--checkpoint-every", "5"], "--checkpoint-every needs a folder to write to: add --out"),

@@ -16,7 +16,7 @@ from tests import network_namespaces
 from tests.network_namespaces import Lab, NoLab
 
 from culm.job import load_job
-from culm.providers.private_etcd import _etcd_binary
+from culm.providers.private_etcd import etcd_binary
 from culm.testing import reference
 
 pytestmark = [
@@ -104,7 +104,7 @@ def two_hosts(folder: Path, *shape: str, slow_ms: int = 0) -> Iterator[tuple[Lab
         if slow_ms:
             lab.slow("far", slow_ms)
         url, peers = f"http://{lab.address('lead')}:2379", "http://127.0.0.1:2380"
-        etcd = [_etcd_binary(), f"--data-dir={folder / 'etcd'}", f"--listen-client-urls={url}"]
+        etcd = [etcd_binary(), f"--data-dir={folder / 'etcd'}", f"--listen-client-urls={url}"]
         alone = [f"--advertise-client-urls={url}", f"--listen-peer-urls={peers}", "--log-level=panic"]
         store = subprocess.Popen(lab.command("lead", *etcd, *alone))
         file, out = str(folder / "napping.py"), str(folder / "out")
@@ -114,7 +114,7 @@ def two_hosts(folder: Path, *shape: str, slow_ms: int = 0) -> Iterator[tuple[Lab
         )
         far = Command(lab, "far", "agent", "--etcd", url, "--job", "napping", "--zone", "far")
         try:
-            run.hear("step 1/")
+            run.hear("steps 1/")
             yield lab, run, far
         finally:
             far.close()

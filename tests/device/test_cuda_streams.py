@@ -13,10 +13,13 @@ import torch
 from tests.runtime.sample_jobs import everything, job_with, tiny_gpt
 
 from culm.device.device_copies import DeviceCopies, open_device
+from culm.device.shared_chunks import SharedChunks
 from culm.runtime.compute.grad_accumulator import GradientAccumulator
 from culm.runtime.executor import Executor
 from culm.runtime.launched_actions import LaunchedAction, LaunchedActions
 from culm.testing import Faults, simulate
+from culm.transport.frames.frame_codec import SharedPlace, tensor_bytes
+from culm.transport.frames.shared_memory import MappedChunks, SharedFrames
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -51,6 +54,45 @@ def test_slabs_are_page_locked() -> None:
         (found,) = copy.tensors
         assert found is not None
         assert found.is_pinned()
+        assert copies.shared_memory is not None
+        assert copies.shared_memory.chunks.find(found.data_ptr(), found.nbytes), "other processes can map it"
+
+    with_copies(test)
+
+
+def test_memory_of_another_process_is_page_locked_until_it_is_not_needed() -> None:
+    """Mapped a second time here, as another process would."""
+
+    async def test(copies: DeviceCopies) -> None:
+        chunks = SharedChunks()
+        frames = SharedFrames(chunks=chunks)
+        assert copies.shared_memory is not None
+        mapped = MappedChunks(lambda number: None, copies.shared_memory.locker)
+        sent = torch.frombuffer(chunks.allocate(1 << 22), dtype=torch.float32)
+        sent.copy_(torch.arange(1 << 20))
+        payload = [tensor_bytes(sent)]
+        announced = frames.put("b", payload, set())
+        assert isinstance(announced, list)
+        assert mapped.map(announced[0])
+        locked = threading.Event()
+        mapped.lock(0, locked.set)
+        assert await asyncio.to_thread(locked.wait, 30)
+        assert mapped.is_locked(0)
+        place = frames.put("b", payload, {0})
+        assert isinstance(place, SharedPlace)
+        (found,) = mapped.tensors(place, [sent.to("meta")])
+        assert found.is_pinned()
+        torch.cuda._sleep(BUSY_CYCLES)
+        began = time.perf_counter()
+        (moved,) = copies.to_device((found,))
+        assert time.perf_counter() - began < 0.05, "the host does not wait for the copy"
+        assert moved is not None
+        assert torch.equal(moved.cpu(), sent)
+        await copies.drain(60.0)
+        mapped.close()
+        del found, moved
+        torch.ones(1, device=GPU).sum().item()
+        frames.close()
 
     with_copies(test)
 

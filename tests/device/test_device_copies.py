@@ -133,6 +133,30 @@ def test_at_the_cap_the_acknowledgement_of_a_reader_is_waited_for() -> None:
     run_virtual(main())
 
 
+def test_a_reader_that_keeps_what_it_got_is_waited_for_once() -> None:
+    async def main() -> None:
+        copies = simulated(cap=ONE_SLAB)
+        kept = [copies.to_host((torch.ones(4),)) for _ in range(2)]
+        await copies.drain(60.0)
+        sent = [copy.reader_tensors() for copy in kept]
+        loop = asyncio.get_running_loop()
+
+        async def seconds_for_room() -> float:
+            began = loop.time()
+            await copies.make_room(lambda: False, lambda: None)
+            return loop.time() - began
+
+        assert [await seconds_for_room() > 0 for _ in range(3)] == [True, False, False]
+        kept.pop()
+        sent.pop()
+        assert await seconds_for_room() == 0, "there is room"
+        kept.append(copies.to_host((torch.ones(4),)))
+        await copies.drain(60.0)
+        assert await seconds_for_room() > 0
+
+    run_virtual(main())
+
+
 def test_a_device_that_does_not_finish_in_time_fails() -> None:
     async def main() -> None:
         copies = simulated(fault=SimulatedDeviceFault(at=0.5, hangs=True))

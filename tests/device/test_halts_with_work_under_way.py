@@ -21,12 +21,18 @@ from torch import Tensor
 
 from culm.cluster.run_setup import RunSetup
 from culm.device.device_copies import DeviceCopies
-from culm.device.simulated_streams import SimulatedDevice, SimulatedDeviceFault, SimulatedStreams
+from culm.device.simulated_streams import (
+    SimulatedDevice,
+    SimulatedDeviceFault,
+    SimulatedStreams,
+    SimulatedTimes,
+)
 from culm.errors import DeviceFailed
 from culm.runtime import worker
 from culm.runtime.compute import grad_accumulator
 from culm.runtime.executor import Executor
 from culm.runtime.messages import FailureReport
+from culm.runtime.optimizer_step import OptimizerStep
 from culm.runtime.train_loop import TrainLoop
 from culm.runtime.worker_reports import build_failure_report
 from culm.runtime.worker_state import WorkerState
@@ -104,6 +110,25 @@ def test_sums_that_are_not_exact_survive_too(halts: list[bool]) -> None:
     for node, at in ((0, "launch 0F1"), (1, "launch 1W0"), (3, "launch 1I2")):
         run(setup, Faults().kill(node, at=at, step=0), SimulatedDevice(seed=node), exact=False)
     assert any(halts)
+
+
+@pytest.mark.parametrize(("pipelines", "strategy"), [(2, "reroute"), (2, "shadow"), (1, "shadow")])
+def test_the_next_weights_do_not_wait_for_the_copies_of_sums_that_are_kept(
+    pipelines: int, strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    under_way: list[bool] = []
+    step_replica = OptimizerStep._step_replica
+
+    def noted(self: OptimizerStep, step: int, *arguments: Any) -> None:
+        kept = self._state.open_step(step).reduced_gradients.values()
+        under_way.append(any(not each.event.is_complete() for each in kept))
+        step_replica(self, step, *arguments)
+
+    monkeypatch.setattr(OptimizerStep, "_step_replica", noted)
+    setup = msgspec.structs.replace(prepared_setup(pipelines, 2, "1f1b", strategy, True), reduce="nccl")
+    device = SimulatedDevice(times=SimulatedTimes(compute=(0.001, 0.002), copy=(0.2, 0.3)))
+    run(setup, Faults(), device)
+    assert any(under_way)
 
 
 @pytest.mark.parametrize(("strategy", "schedule"), CASES)

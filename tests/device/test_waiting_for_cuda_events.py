@@ -86,7 +86,7 @@ def test_an_event_is_awaited_while_the_event_loop_runs(streams: list[EmulatedStr
     async def main() -> None:
         copies = copies_of_a_gpu()
         copy = copies.to_host([torch.ones(3)])
-        compute, to_host, _ = streams
+        compute, to_host, *_ = streams
         assert len(to_host.waited_for) == 1, "the copy waits for what computes its source"
         waiting = asyncio.ensure_future(copy.event.wait())
         await asyncio.sleep(0)

@@ -27,6 +27,8 @@ FOREIGN_OPTIONS = {
     "--seconds": "python -m benchmarks.gnn",
     "--schedules": "python -m benchmarks",
     "--constraint": "pip",
+    "--context": "kubectl",
+    "--namespace": "kubectl",
     "--editable": "pip",
     "--extra-index-url": "pip",
     "--wheel": "python -m build",

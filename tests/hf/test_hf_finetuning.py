@@ -210,6 +210,22 @@ def test_lora_is_added_to_weights_that_each_node_reads_for_itself(tmp_path: Path
     )
 
 
+def test_modules_that_an_adapter_trains_as_a_whole_start_from_the_folder(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They were initialised at random; a tensor of the adapter, which no folder has, needs no line of the log."""
+    import peft
+
+    tiny_model("llama").save_pretrained(tmp_path)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+    with caplog.at_level(logging.WARNING, "culm.hf"):
+        fields = culm.hf.parts(tmp_path, adapter=config)
+    head, wanted = fields["layers"][-1]().state_dict(), tiny_model("llama").state_dict()["lm_head.weight"]
+    for name in ("lm_head.original_module.weight", "lm_head.modules_to_save.default.weight"):
+        assert torch.equal(head[name], wanted)
+    assert not caplog.messages
+
+
 def test_prompt_tuning_is_refused() -> None:
     peft = pytest.importorskip("peft")
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
@@ -255,6 +271,51 @@ def test_instructions_count_the_answer_only(tmp_path: Path) -> None:
     path.write_text('{"prompt": "a"}')
     with pytest.raises(JobError, match="line 1"):
         culm.hf.instructions(path, tiny_tokenizer(), 8)[0]
+
+
+def test_a_chat_template_writes_what_is_around_the_messages(tmp_path: Path) -> None:
+    """Its own special tokens are not added a second time, and its end of a turn is learned."""
+    tokenizer = tiny_tokenizer()
+    path = tmp_path / "data.jsonl"
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    path.write_text(json.dumps({"messages": messages}))
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% if m.role != 'user' %}x{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}a{% endif %}"
+    )
+    ids, target = culm.hf.instructions(path, tokenizer, 6)[0]
+    letters = {letter: 4 + number for number, letter in enumerate("abcdefghijklmnopqrstuvwxyz")}
+    assert ids.tolist() == [letters["u"], letters["a"], letters["a"], letters["b"], 0, 0]
+    assert target.tolist() == [-100, -100, letters["b"], letters["x"], -100, -100]
+    tokenizer.chat_template = tokenizer.chat_template.replace("x", "")
+    assert culm.hf.instructions(path, tokenizer, 6)[0][1].tolist() == [-100, -100, letters["b"], 2, -100, -100]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", ["line 3", "not JSON"]),
+        ('{"prompt": "a", "completion": 5}', ["line 3", "5"]),
+        ('{"messages": [{"role": "user", "content": "a"}]}', ["line 3", "messages"]),
+        ('{"messages": [{"role": "assistant", "content": "a"}, {"role": "user", "content": "a"}]}', ["line 3"]),
+        ('{"messages": [{"content": "a"}, {"content": "b"}]}', ["line 3"]),
+    ],
+)
+def test_a_wrong_instruction_is_named_with_its_line(line: str, words: list[str], tmp_path: Path) -> None:
+    """Empty lines count, and a line separator inside of a text ends no line."""
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps({"prompt": "a\u2028b", "completion": "c"}, ensure_ascii=False) + f"\n\n{line}\n")
+    data = culm.hf.instructions(path, tiny_tokenizer(), 8)
+    assert len(data) == 2 and data[0][0][:2].tolist() == [4, 5]
+    with pytest.raises(JobError) as caught:
+        data[1]
+    assert all(word in str(caught.value) for word in (*words, "data.jsonl")), caught.value
+
+
+def test_instructions_that_are_not_utf8_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_bytes(b'{"prompt": "\xff"}')
+    with pytest.raises(JobError, match=r"data\.jsonl.*UTF-8.*byte 12"):
+        culm.hf.instructions(tmp_path / "data.jsonl", tiny_tokenizer(), 8)
 
 
 def test_a_node_reads_only_the_tensors_of_its_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

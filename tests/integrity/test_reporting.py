@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from tests.tiny_jobs import job
 
 from culm.cluster.agent.liveness_probe import LivenessProber
 from culm.cluster.run_setup import NodeRecord, encode
+from culm.cluster.store.store import SessionLost
 from culm.errors import RunError
 from culm.observe.report.load_run import RunFolderReader
 from culm.observe.report.report_data import build_report_data
@@ -45,10 +47,35 @@ def test_a_killed_agent_that_still_listens_is_probed_until_it_does_not(probes: i
         prober.add_node("nodes/3", encode(NodeRecord(3, "agent:3", ("worker:3",), "print", None, 0, "")))
         prober.handle_broken_connection("worker:3")
         await asyncio.sleep(9.0)
+        assert not prober._nodes, "a node that is gone is forgotten"
         await prober.close()
 
     run_virtual(main())
     assert store.keys == ["nodes/3"]
+
+
+def test_a_probe_without_a_session_ends_silently() -> None:
+    """asyncio would print a traceback of an exception that nobody reads."""
+
+    class NoSession:
+        async def evict(self, key: str) -> bool:
+            raise SessionLost("the session is lost")
+
+    async def refuses(_: str) -> bool:
+        return True
+
+    async def main() -> None:
+        reports: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: reports.append(context))
+        prober = LivenessProber(NoSession(), refuses, VirtualClock(None))  # type: ignore[arg-type]
+        prober.add_node("nodes/3", encode(NodeRecord(3, "agent:3", (), "print", None, 0, "")))
+        prober.handle_broken_connection("agent:3")
+        await asyncio.sleep(1.0)
+        await prober.close()
+        gc.collect()
+        assert reports == []
+
+    run_virtual(main())
 
 
 @pytest.mark.parametrize("node", [0, 3])

@@ -70,11 +70,11 @@ class LaunchedJob:
             stderr=subprocess.STDOUT,
         )
 
-    def culm(self, *arguments: str) -> str:
-        """The output of another command beside it."""
+    def culm(self, *arguments: str, code: int = 0) -> str:
+        """The output of another command beside it, which ends with this exit code."""
         process = self._start(*arguments)
         output = process.communicate(timeout=LIMIT_S)[0]
-        assert process.returncode == 0, output
+        assert process.returncode == code, output
         return output
 
     def _read_lines(self) -> None:

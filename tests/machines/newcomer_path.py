@@ -73,7 +73,7 @@ class NewcomerPath:
         ) as window:
             assert window.stdout is not None
             for line in window.stdout:
-                if "step 1/" in line:
+                if "steps 1/" in line:
                     break
             window.kill()
 

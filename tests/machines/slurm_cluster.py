@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 NODES = 4
+GRACE_S = 60
+"""Jobs of the partition `urgent` preempt those of the default partition, which have this time to end."""
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "scancel", "squeue", "sinfo")
 _START_TIMEOUT_S = 30.0
 
@@ -80,7 +82,10 @@ KillWait=3
 MpiDefault=none
 SchedulerParameters=batch_sched_delay=0,sched_min_interval=0
 NodeName=n[0-{NODES - 1}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports[0]}-{ports[-1]}] CPUs=1 RealMemory=500
-PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime={GRACE_S}
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2 PreemptMode=OFF
 """
         )
         assert ports == list(range(ports[0], ports[0] + NODES)), "the ports of the nodes must be consecutive"

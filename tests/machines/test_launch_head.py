@@ -20,6 +20,10 @@ for command; do :; done  # the last argument
 echo "$command" >> {folder}/commands
 CULM_HOME={folder}/on-head exec sh -c "$command"
 """
+KUBECTL = """#!/bin/sh
+echo "$1 $2 $3 $4 $5 $6 $7 $8" >> {folder}/calls
+CULM_HOME={folder}/on-head exec sh -c "$9"
+"""
 JOB = "def job(): raise AssertionError('nobody may load it')\n"
 
 
@@ -62,6 +66,16 @@ def test_a_dry_run_prints_what_the_head_would_request_and_leaves_nothing_there(
     assert [command.removeprefix(program) for command in commands] == [" --version", " head receive"]
 
 
+def test_a_head_in_a_pod_is_reached_with_kubectl(tmp_path: Path, ssh: str, capfd: pytest.CaptureFixture[str]) -> None:
+    kubectl = script(tmp_path / "kubectl", KUBECTL.format(folder=tmp_path))
+    program = shlex.join([sys.executable, "-m", "culm"])
+    options = ["--head", "pod/culm-head-0", "--head-ssh", f"{kubectl} --namespace x", "--program", program]
+    assert launch(tmp_path, *options, "--hosts", "a,b", "--env", "A=b c", "--dry-run") == 0, capfd.readouterr().err
+    assert f"ssh a {program} agent --join env --job gpt" in capfd.readouterr().out
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert calls == ["--namespace x exec --stdin pod/culm-head-0 -- sh -c"] * 2
+
+
 @pytest.mark.parametrize(
     ("on_head", "sentence"),
     [
@@ -85,6 +99,7 @@ def test_a_head_that_cannot_be_used_is_refused_in_one_sentence(
     [
         (["--head", "-oProxyCommand=x"], "--head names '-oProxyCommand=x', which is not a host"),
         (["--head", "a", "--join", "env"], "--head and --join are both given"),
+        (["--head", "pod/a;b"], "--head names 'pod/a;b', which is not a host"),
     ],
 )
 def test_a_wrong_head_is_refused(

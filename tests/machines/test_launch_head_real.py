@@ -49,7 +49,7 @@ def test_the_run_goes_on_without_the_machine_that_launched_it_and_replaces_a_los
     with ssh_lab(tmp_path, "head", "a", "b", "c") as hosts:
         laptop = hosts.network.command("laptop")
         with launched_job(tmp_path, *head_options(hosts, culm_program), prefix=laptop) as launched:
-            launched.wait_for("step 1/")
+            launched.wait_for("steps 1/")
             hosts.network.silence("laptop")
             launched.process.kill()
             launched.process.wait()

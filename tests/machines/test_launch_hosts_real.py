@@ -25,7 +25,7 @@ def test_a_host_that_is_cut_off_is_replaced_and_the_weights_are_those_of_an_undi
         options += ["--option", "lost_after=1", "--program", culm_program, "--address", hosts.network.address("laptop")]
         options += ["--nodes", "2", "--pipelines", "2", "--suspect-after", "2"]
         with launched_job(tmp_path, *options, prefix=hosts.network.command("laptop")) as launched:
-            launched.wait_for("step 1/")
+            launched.wait_for("steps 1/")
             assert not [line for line in launched.processes() if "culm1-" in line]
             hosts.network.silence("b")
             launched.wait_for(f"machine {b}-1 is gone: {b} cannot be reached")

@@ -31,7 +31,7 @@ def test_a_killed_machine_is_replaced_and_the_weights_are_those_of_an_undisturbe
     options = ["--on", "priced:PricedMachines", "--yes", "--spot", "--nodes", "2", "--pipelines", "2"]
     options += ["--address", "127.0.0.1", "--suspect-after", "2", "--program", culm_program]
     with launched_job(tmp_path, *options) as launched:
-        launched.wait_for("step 1/")
+        launched.wait_for("steps 1/")
         (listed,) = json.loads(launched.culm("list", "--json"))
         assert (listed["job"], listed["running"], listed["wanted"], listed["supervised"]) == (launched.name, 2, 2, True)
         started = next((launched.home / "launches").glob("*/provider/machine-1/started.json"))
@@ -52,12 +52,13 @@ def test_a_killed_machine_is_replaced_and_the_weights_are_those_of_an_undisturbe
 def test_down_ends_what_a_killed_supervisor_has_left(tmp_path: Path) -> None:
     options = ["--on", "local", "--nodes", "2", "--pipelines", "2", "--address", "127.0.0.1"]
     with launched_job(tmp_path, *options) as launched:
-        launched.wait_for("step 1/")
+        launched.wait_for("steps 1/")
         record = next((launched.home / "launches").glob("*/launch.json"))
         os.kill(json.loads(record.read_text())["pid"], signal.SIGKILL)
         assert launched.process.wait(60) == 1, launched.output
         launched.wait_for(f"end its machines with culm down {launched.name}")
         assert f"its supervisor has ended: culm down {launched.name}" in " ".join(launched.culm("list").split())
+        assert f"end them with culm down {launched.name}" in launched.culm("attach", launched.name, code=2)
         assert f"nothing of {launched.name}" in launched.culm("down", launched.name)
         assert launched.processes() == []
         assert "nothing is launched" in launched.culm("list")

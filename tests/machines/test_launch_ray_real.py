@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,7 +36,7 @@ def test_a_removed_node_is_replaced_by_an_added_one_and_the_weights_are_those_of
     options = ["--on", "ray", "--option", f"address={cluster.address}", "--program", culm_program]
     options += ["--nodes", "2", "--pipelines", "2", "--suspect-after", "2", "--address", "127.0.0.1"]
     with launched_job(tmp_path, *options) as launched:
-        launched.wait_for("step 1/")
+        launched.wait_for("steps 1/")
         cluster.remove_node(first, allow_graceful=False)
         launched.wait_for("is gone: its node or actor was lost")
         launched.wait_for("1 machine could not be had")
@@ -45,3 +48,18 @@ def test_a_removed_node_is_replaced_by_an_added_one_and_the_weights_are_those_of
         assert summary["preemptions"] == 1
     assert launched.processes() == []
     assert list((launched.home / "launches").iterdir()) == []
+
+
+def test_what_a_killed_supervisor_has_left_is_listed_and_ended(tmp_path: Path, cluster: Any, culm_program: str) -> None:
+    for _ in range(2):
+        cluster.add_node(num_cpus=1)
+    options = ["--on", "ray", "--option", f"address={cluster.address}", "--program", culm_program]
+    with launched_job(tmp_path, *options, "--nodes", "2", "--pipelines", "2", "--address", "127.0.0.1") as launched:
+        launched.wait_for("steps 1/")
+        record = next((launched.home / "launches").glob("*/launch.json"))
+        os.kill(json.loads(record.read_text())["pid"], signal.SIGKILL)
+        assert launched.process.wait(60) == 1, launched.output
+        assert "2 of 2" in launched.culm("list")
+        assert f"nothing of {launched.name}" in launched.culm("down", launched.name)
+        assert launched.processes() == []
+        assert "nothing is launched" in launched.culm("list")

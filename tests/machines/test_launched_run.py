@@ -106,9 +106,20 @@ def test_a_launch_that_costs_money_asks_first(capsys: pytest.CaptureFixture[str]
         (["--max-price", "1", "--spot"], 0, "$2.000/h"),
         (["--option", "region"], 2, "--option 'region' is not an assignment: write name=value, as in --option region="),
         (["--env", "A"], 2, "--env 'A' is not an assignment"),
+        (["--instance", "p3.8xlarge"], 0, "a node has a worker for each of its 4 GPUs"),
+        (["--instance", "p3.8xlarge", "--workers-per-node", "1"], 0, "machines have 4 GPUs, and --workers-per-node 1"),
+        (["--instance", "p3.8xlarge,p3.2xlarge"], 2, "(p3.8xlarge has 4, p3.2xlarge has 1)"),
+        (["--env", "A B=1"], 2, "--env names 'A B', which is no environment variable"),
+        (["--env", "WANDB_API_KEY=x"], 0, "--env WANDB_API_KEY is not kept secret"),
+        (["--price", "-1"], 2, "--price is -1: use dollars per hour of a machine, 0 or more"),
+        (["--price", "nan"], 2, "--price is nan: use dollars per hour of a machine"),
+        (["--price", "0.25"], 0, "$0.500/h"),
+        (["--price", "1", "--spot", "--deadline", "1h"], 2, "--price is 1, and 2 kinds of machines may be used"),
+        (["--deadline", "1h"], 0, "the odds are not known: measure the job on such a machine with culm profile"),
+        (["--out", "runs/a"], 0, "--out is 'runs/a', a folder that all machines on scripted must share"),
     ],
 )
-def test_a_price_limit_that_no_machine_can_keep_is_refused(
+def test_what_a_launch_could_not_keep_is_said_or_refused_before_it_starts(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, options: list[str], code: int, sentence: str
 ) -> None:
     (tmp_path / "gpt.py").write_text("def job(): raise AssertionError('nobody may load it')\n")

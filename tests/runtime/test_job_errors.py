@@ -12,8 +12,10 @@ import torch
 from safetensors.torch import save_file
 from tests import tiny_jobs
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from culm.errors import JobError, LayerFailed
+from culm.job import Job
 from culm.models import RandomTokens, gpt, gpt_loss
 from culm.runtime.compute.device import select_device
 from culm.runtime.compute.model_check import check_model
@@ -135,3 +137,61 @@ def test_a_transformers_model_as_layers_points_to_culm_hf() -> None:
     config = transformers.GPT2Config(n_embd=4, n_layer=1, n_head=1, vocab_size=8, n_positions=8)
     with pytest.raises(JobError, match=r"culm\.hf\.parts\(model\)"):
         tiny_jobs.job(layers=transformers.GPT2LMHeadModel(config))
+
+
+class Unused(nn.Module):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"layers": Unused}, ["Job.layers is the class Unused", "layers=["]),
+        ({"layers": [nn.Linear(4, 3, device="meta")]}, ["Job.layers[0]", "'weight'", "meta device"]),
+        ({"loss": nn.CrossEntropyLoss}, ["Job.loss is the class CrossEntropyLoss", "CrossEntropyLoss()"]),
+        ({"data": "train.jsonl"}, ["Job.data is 'train.jsonl'", "culm.data"]),
+        ({"data": None}, ["Job.data is None"]),
+        ({"data": DataLoader(TensorDataset(torch.arange(4)), batch_size=2)}, ["DataLoader", "batch_size=None"]),
+        ({"recompute": "yes"}, ["Job.recompute is 'yes'", "True or False"]),
+        ({"global_batchs": 3}, ["global_batchs", "did you mean 'global_batch'?"]),
+    ],
+)
+def test_a_field_of_a_wrong_kind(fields: dict[str, Any], words: list[str]) -> None:
+    text = refusal(**fields)
+    assert all(word in text for word in words), text
+
+
+def test_a_job_without_its_required_fields_names_them() -> None:
+    with pytest.raises(JobError, match="needs loss, optimizer, data, global_batch, micro_batch, steps"):
+        Job(layers=[nn.Linear(1, 1)])  # type: ignore[call-arg]
+
+
+def _classified(labels: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(torch.ones(4), torch.tensor(label)) for label in labels]
+
+
+def test_a_label_beyond_the_classes_of_the_loss() -> None:
+    fields: dict[str, Any] = {"layers": [nn.Linear(4, 3)], "loss": nn.CrossEntropyLoss(ignore_index=7)}
+    assert "label 3, and the loss has 3 classes: use labels from 0 to 2, or 7 for none" in refusal(
+        **fields, data=_classified([0, 3, 7, 1] * 8)
+    )
+    assert refusal(**fields, data=_classified([0] * 31 + [-1])).startswith("item 31 of Job.data has the label -1")
+    wrong = refusal(**fields, data=_classified([0] * 32), evaluate=_classified([0, 9]), evaluate_every=1)
+    assert wrong.startswith("item 1 of Job.evaluate has the label 9")
+    check_model(tiny_jobs.job(**fields, data=_classified([0, 7, 1, 2] * 8)))
+
+
+def test_labels_that_the_loss_leaves_out_may_be_anything() -> None:
+    """Only the labels that cross entropy gets as a whole are known to count."""
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(output[1:], target[1:])
+
+    check_model(tiny_jobs.job(layers=[nn.Linear(4, 3)], loss=loss, data=_classified([99] * 32)))
+
+
+def test_a_loss_that_fails_in_an_evaluation_says_so() -> None:
+    job = tiny_jobs.job(layers=[nn.Linear(4, 3)], loss=nn.CrossEntropyLoss(), data=_classified([0] * 32))
+    segment = Segment(job, ModelState(job, [0]), [0])
+    with pytest.raises(LayerFailed, match=r"micro-batch 2 of Job\.evaluate, the loss raised"):
+        segment.evaluate(2, (torch.ones(2, 4),), torch.tensor([0, 9]))

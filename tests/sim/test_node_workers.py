@@ -108,6 +108,7 @@ def test_plan_and_calm_simulation_agree(
     simulated = culm_json(capsys, "simulate", *request, *CALM)
     for key in ("nodes", "workers", "cost_per_h", "step_s", "schedule_name"):
         assert planned[key] == pytest.approx(simulated[key]) if key != "schedule_name" else planned[key] == schedule
+    assert planned["slots"] == pytest.approx(planned["step_s"]), "the plan in the JSON is that of the schedule"
     choice, workload = planned["choices"][0], simulated["workload"]
     assert [choice[key] for key in ("pipelines", "stages", "micro_batches")] == [
         workload[key] for key in ("pipelines", "stages", "micro_batches")

@@ -86,16 +86,17 @@ def test_an_object_of_a_module_is_a_strategy_with_parameters(module: str) -> Non
     [
         ("nowhere:Mine", "module 'nowhere' cannot be imported (ModuleNotFoundError: No module named 'nowhere')"),
         ("{}:Yours", "has no 'Yours': it has Mine, NeedsArguments"),
-        ("{}:number", "is a int, not a strategy: use a subclass of culm.strategies.Strategy"),
+        ("{}:number", "is of type int: use a subclass of culm.strategies.Strategy"),
+        ("folder/{}.py:Mine", "name the module instead of its file, as in {}:Mine, and run in its folder"),
         ("{}:NeedsArguments", "its constructor has to work without arguments"),
-        ("reruote", "this version has no --strategy 'reruote': did you mean reroute?"),
-        ("hope", "this version has no --strategy 'hope': use auto or none or"),
+        ("reruote", "there is no --strategy 'reruote': did you mean reroute?"),
+        ("hope", "there is no --strategy 'hope': use auto or none or"),
     ],
 )
 def test_what_is_no_strategy_is_refused_in_one_sentence(module: str, reference: str, sentence: str) -> None:
     with pytest.raises(UsageError) as refused:
         get(reference.format(module))
-    assert sentence in str(refused.value)
+    assert sentence.format(module) in str(refused.value)
     assert "\n" not in str(refused.value)
 
 

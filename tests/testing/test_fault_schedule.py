@@ -23,7 +23,7 @@ EVERYTHING = (
     .kill(1, step=3, nth=7)
     .pause(0, at="0S+", step=2, seconds=0.5)
     .partition((1, 3), at="commit", seconds=5)
-    .drop_message(0, 1, nth=3, kind="letter")
+    .drop_message(0, 1, nth=3, kind="message")
     .delay_message(1, 0, seconds=2)
     .reorder(seed=7)
     .slow_link(target=2, latency=0.1, seconds_per_byte=1e-6)

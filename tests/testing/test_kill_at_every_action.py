@@ -13,7 +13,13 @@ from typing import TypeVar
 
 import pytest
 import torch
-from tests.cached_runs import cached_setup, reference_result, with_early_grad_send, with_split_plan
+from tests.cached_runs import (
+    cached_setup,
+    reference_result,
+    with_early_grad_send,
+    with_split_plan,
+    with_two_range_plan,
+)
 from tests.testing.small_job import job
 from torch import nn
 
@@ -51,6 +57,24 @@ def prepared_setup(pipelines: int, stages: int, schedule: str, strategy: str, ex
     if schedule == "planned":
         return with_split_plan(made)
     return with_early_grad_send(made) if schedule == EARLY_GRAD_SEND else made
+
+
+@functools.cache
+def two_range_job(clip_norm: float | None) -> Job:
+    return job(steps=STEP + 4, exact=True, optimizer=adamw, clip_norm=clip_norm)
+
+
+@functools.cache
+def two_range_setup(strategy: str, clip_norm: float | None) -> RunSetup:
+    made = cached_setup(
+        two_range_job(clip_norm),
+        same_layers_as=sweep_job(),
+        pipelines=2,
+        stages=2,
+        schedule="planned",
+        strategy=strategy,
+    )
+    return with_two_range_plan(made)
 
 
 def run_and_check(faults: Faults, setup: RunSetup, exact: bool) -> SimulatedRun:
@@ -93,6 +117,24 @@ def test_a_kill_at_any_action_of_a_planned_schedule_changes_nothing(strategy: st
     setup = prepared_setup(2, 3, "planned", strategy, True)
     for at in moments(setup, node):
         run_and_check(Faults().kill(node, at=at, step=STEP), setup, True)
+
+
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+@pytest.mark.parametrize("strategy", SURVIVING)
+def test_a_kill_at_any_action_of_a_plan_with_two_segments_per_worker_changes_nothing(
+    strategy: str, clip_norm: float | None
+) -> None:
+    setup = two_range_setup(strategy, clip_norm)
+    for node in range(4):
+        for at in every_nth(strategy, moments(setup, node), of=4):
+            run = run_and_compare(
+                two_range_job(clip_norm),
+                setup,
+                Faults().kill(node, at=at, step=STEP),
+                0,
+                reference_result(two_range_job(clip_norm)),
+            )
+            assert run.summary["preemptions"] == 1
 
 
 def test_without_a_strategy_a_planned_schedule_trains_the_same_and_a_kill_ends_it() -> None:

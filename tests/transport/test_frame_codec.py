@@ -141,3 +141,27 @@ def test_a_pickle_in_a_message_stays_bytes() -> None:
     (buffer,) = frame_codec.encode_message(body)
     assert frame_codec.decode_header(bytes(buffer)[frame_codec.PREFIX.size :]) == body
     assert not Bomb.opened
+
+
+@pytest.mark.parametrize("in_threads", [False, True])
+def test_the_checksum_of_a_large_payload_covers_every_byte(in_threads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = bytearray(range(256)) * (9 << 12)  # 9 MiB
+    payload = [memoryview(data)[:5000], memoryview(data)[5000:]]
+    serial = frame_codec.checksum(payload)
+    monkeypatch.setattr(frame_codec, "_threads", None)
+    if in_threads:
+        frame_codec.use_threads(cores=16)
+        assert frame_codec._threads is not None
+    assert frame_codec.checksum(payload) == serial
+    for place in (0, 4999, 5000, (4 << 20) + 5000, (9 << 20) - 1):
+        data[place] ^= 1
+        assert frame_codec.checksum(payload) != serial
+        data[place] ^= 1
+    moved = [payload[1], payload[0]]
+    assert frame_codec.checksum(moved) != serial
+
+
+def test_few_cores_are_left_to_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frame_codec, "_threads", None)
+    frame_codec.use_threads(cores=7)
+    assert frame_codec._threads is None

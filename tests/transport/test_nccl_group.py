@@ -14,7 +14,7 @@ import torch
 from tests.transport.transport_variants import SOCKETS, frame_key
 from torch import Tensor
 
-from culm.device.device_sums import NcclSupport, NoDeviceSums, find_obstacle
+from culm.device.device_sums import KeptCommunicators, NcclSupport, NoDeviceSums, find_obstacle
 from culm.device.nccl_settings import configure_nccl
 from culm.errors import DeviceFailed, EpochClosed, NodeLost
 from culm.transport.collectives import nccl
@@ -103,12 +103,15 @@ class EmulatedSums:
     supported: NcclSupport = GOOD
     failure: str = ""
     communicator: EmulatedCommunicator | None = None
+    kept: KeptCommunicators = field(default_factory=KeptCommunicators)
+    connected: int = 0
 
     def support(self) -> NcclSupport:
         return self.supported
 
     def connect(self, rendezvous: Rendezvous) -> EmulatedCommunicator:
         self.communicator = EmulatedCommunicator(self.library, rendezvous.rank, self.failure)
+        self.connected += 1
         return self.communicator
 
 
@@ -118,10 +121,10 @@ def distinct(count: int) -> list[EmulatedSums]:
     return [EmulatedSums(library, NcclSupport(version=(2, 28, 9), gpu=f"GPU-{rank}")) for rank in range(count)]
 
 
-async def joined(transports: Sequence[object], sums: Sequence[object]) -> list[NcclGroup]:
+async def joined(transports: Sequence[object], sums: Sequence[object], epoch: int = 1) -> list[NcclGroup]:
     addresses = [t.address for t in transports]  # type: ignore[attr-defined]
     members = [
-        NcclGroup(transport, frame_key("group 0"), addresses, own)  # type: ignore[arg-type]
+        NcclGroup(transport, frame_key("group 0")._replace(epoch=epoch), addresses, own)  # type: ignore[arg-type]
         for transport, own in zip(transports, sums, strict=True)
     ]
     await asyncio.gather(*(member.join() for member in members))
@@ -208,6 +211,77 @@ def test_workers_without_gpus_use_gloo_and_nothing_is_announced() -> None:
             for member in members:
                 assert (member.on_device, member.library, member.fallback_reason) == (False, "gloo", "")
                 member.close()
+
+    SOCKETS.run(main())
+
+
+async def sum_of_ones(members: Sequence[NcclGroup]) -> None:
+    parts = [torch.ones(3) for _ in members]
+    await asyncio.gather(*(member.all_reduce(own) for member, own in zip(members, parts, strict=True)))
+    assert all(part.tolist() == [len(members)] * 3 for part in parts)
+
+
+def test_a_group_in_which_nothing_was_under_way_is_used_again_in_the_next_epoch() -> None:
+    async def main() -> None:
+        async with SOCKETS.endpoints(3) as transports:
+            sums = distinct(3)
+            for epoch in (1, 2, 5):
+                members = await joined(transports, sums, epoch)
+                await sum_of_ones(members)
+                for member in members:
+                    member.close()
+                with pytest.raises(EpochClosed):
+                    await members[0].all_reduce(torch.ones(3))
+            assert [each.connected for each in sums] == [1, 1, 1]
+            for each in sums:
+                each.kept.abort_rest()
+                assert each.communicator is not None
+                assert await asyncio.to_thread(each.communicator.aborted.wait, 10)
+
+    SOCKETS.run(main())
+
+
+def test_a_group_is_built_again_if_one_member_has_launched_a_sum_more_or_was_replaced() -> None:
+    async def main() -> None:
+        async with SOCKETS.endpoints(2) as transports:
+            sums = distinct(2)
+            members = await joined(transports, sums)
+            await sum_of_ones(members)
+            ahead = asyncio.create_task(members[0].all_reduce(torch.ones(3)))
+            await asyncio.sleep(0)
+            for member in members:
+                member.close()
+            with pytest.raises(EpochClosed):
+                await ahead
+            first = [each.communicator for each in sums]
+            again = await joined(transports, sums, epoch=2)
+            assert [each.connected for each in sums] == [2, 2]
+            for old in first:
+                assert old is not None
+                assert await asyncio.to_thread(old.aborted.wait, 10)
+            for member in again:
+                member.close()
+            second = sums[0].communicator
+            newcomer = EmulatedSums(sums[0].library, sums[1].supported)
+            for member in await joined(transports, [sums[0], newcomer], epoch=3):
+                member.close()
+            assert (sums[0].connected, newcomer.connected) == (3, 1)
+            assert second is not None
+            assert await asyncio.to_thread(second.aborted.wait, 10)
+
+    SOCKETS.run(main())
+
+
+def test_a_group_with_an_error_is_not_kept() -> None:
+    async def main() -> None:
+        async with SOCKETS.endpoints(2) as transports:
+            sums = distinct(2)
+            members = await joined(transports, sums)
+            assert sums[0].communicator is not None
+            sums[0].communicator.error = "NCCL reports remote error"
+            members[0].close()
+            assert await asyncio.to_thread(sums[0].communicator.aborted.wait, 10)
+            members[1].close()
 
     SOCKETS.run(main())
 

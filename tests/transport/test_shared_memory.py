@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import signal
 import socket
@@ -28,10 +29,11 @@ from tests.transport.transport_variants import (
 from torch import Tensor
 
 import culm
+from culm.device.shared_chunks import PageLocker, SharedChunks, SharedHostMemory
 from culm.device.slab_pool import SlabPool
 from culm.testing import reference
 from culm.transport.frames import frame_codec, shared_memory
-from culm.transport.frames.frame_codec import ChunkAnnouncement, SharedPlace
+from culm.transport.frames.frame_codec import SharedPlace
 from culm.transport.frames.shared_memory import MappedChunks, SharedFrames
 from culm.transport.frames.sockets import SocketTransport
 
@@ -157,8 +159,9 @@ def test_a_receiver_that_cannot_map_the_memory_gets_frames_over_the_connection(
 
 def test_memory_of_another_process_or_that_can_shrink_is_not_mapped() -> None:
     frames, chunks = SharedFrames(), MappedChunks(lambda number: None)
-    announced = frames.put("b", [memoryview(bytearray(LARGE))], set())
-    assert isinstance(announced, ChunkAnnouncement)
+    announcements = frames.put("b", [memoryview(bytearray(LARGE))], set())
+    assert isinstance(announcements, list)
+    (announced,) = announcements
     assert not chunks.map(announced._replace(token=bytes(32)))
     assert not chunks.map(announced._replace(descriptor=10**6))
     assert not chunks.map(announced._replace(process=2**22 + 1))
@@ -218,6 +221,156 @@ def test_frames_are_copied_to_memory_that_a_device_reaches_quickly() -> None:
             assert same_tensor(found[0], sent)
             assert pool.lent_bytes >= sent.nbytes
             await until(lambda: not lent(a))
+
+    run_with_timeout(main())
+
+
+class Locks:
+    """Stands in for the driver: the page-locked ranges of this process, by address."""
+
+    def __init__(self, *, refuses: bool = False) -> None:
+        self.refuses = refuses
+        self.locked: dict[int, int] = {}
+        self.count = 0
+        self.memory = SharedHostMemory(SharedChunks(), PageLocker(self.lock, self.unlock))
+
+    def lock(self, address: int, size: int) -> bool:
+        ctypes.string_at(address + size - 1, 1)  # it is mapped
+        assert address not in self.locked
+        if not self.refuses:
+            self.locked[address] = size
+            self.count += 1
+        return not self.refuses
+
+    def unlock(self, address: int) -> None:
+        ctypes.string_at(address + self.locked.pop(address) - 1, 1)
+
+
+@asynccontextmanager
+async def devices(*, refuses: bool = False) -> AsyncIterator[tuple[SocketTransport, SocketTransport, SlabPool, Locks]]:
+    """Two endpoints whose workers have devices, the slabs of the first one, and the locks of the second one."""
+    async with endpoints() as (a, b):
+        ours, theirs = Locks(), Locks(refuses=refuses)
+        pool = SlabPool(ours.memory.chunks.allocate, 1 << 30, 1 << 21)
+        other_pool = SlabPool(theirs.memory.chunks.allocate, 1 << 30, 1 << 21)
+        a.set_frame_memory(lambda like: slab(pool, *like), ours.memory)
+        b.set_frame_memory(lambda like: slab(other_pool, *like), theirs.memory)
+        yield a, b, pool, theirs
+
+
+def slab(pool: SlabPool, *like: Tensor) -> list[Tensor]:
+    return [tensor for tensor in pool.take(like).tensors() if tensor is not None]
+
+
+def test_tensors_in_slabs_are_sent_without_a_copy() -> None:
+    async def main() -> None:
+        async with devices() as (a, b, pool, locks):
+            await share(a, b)
+            for number in range(40):
+                one, other = slab(pool, torch.empty(LARGE), torch.empty(256, 512).t())
+                one.fill_(number), other.copy_(torch.randn(512, 256))
+                small = torch.tensor([float(number)])  # in ordinary memory
+                a.send(b.address, frame_key(f"{number}"), [one, None, small, other, torch.empty(0)])
+                found = await b.receive(frame_key(f"{number}"))
+                assert found[1] is None
+                for sent, arrived in ((one, found[0]), (small, found[2]), (other, found[3])):
+                    assert same_tensor(arrived, sent)
+                if lent(a):
+                    break
+            assert a._shared_frames is not None
+            copied = a._shared_frames.pool.lent_bytes
+            assert 0 < copied < 10_000, "the small tensor alone"
+            one[7] = -1.0
+            assert found[0] is not None
+            assert found[0][7] == -1.0, "it is the memory of the sender"
+            assert locks.count >= 1
+            assert set(locks.locked.values()) == {4096 + (1 << 21)}, "not the pool, whose pages may be returned"
+            del one, other, found, sent, arrived
+            await until(lambda: not lent(a))
+            a._shared_frames.pool.cap = -1  # tensors in slabs need none of it
+            again = 0
+            while not lent(a):  # its chunk may not be mapped yet
+                (one,) = slab(pool, torch.empty(LARGE))
+                a.send(b.address, frame_key(f"again {again}"), [one.fill_(3.0)])
+                (found_again,) = await b.receive(frame_key(f"again {again}"))
+                assert same_tensor(found_again, one)
+                again += 1
+
+    run_with_timeout(main())
+
+
+def test_a_slab_is_used_again_when_the_receiver_has_dropped_it() -> None:
+    async def main() -> None:
+        async with devices() as (a, b, pool, _):
+            received = []
+            for number in range(60):
+                (sent,) = slab(pool, torch.empty(LARGE))
+                a.send(b.address, frame_key(f"{number}"), [sent.fill_(number)])
+                del sent
+                a.release_sent_frames()
+                received.append((await b.receive(frame_key(f"{number}")))[0])
+                if number % 4 == 3:
+                    values = [each[5].item() for each in received if each is not None]
+                    assert values == [*range(number - 3, number + 1)]
+                    received.clear()
+                    await until(lambda: not lent(a))
+            assert pool.lent_bytes == 0
+            assert pool.peak_bytes < 8 * 4 * LARGE
+
+    run_with_timeout(main())
+
+
+def test_without_a_page_lock_frames_are_copied_by_the_receiver() -> None:
+    async def main() -> None:
+        async with devices(refuses=True) as (a, b, pool, _):
+            kept = []
+            for number in range(20):
+                (sent,) = slab(pool, torch.empty(LARGE))
+                a.send(b.address, frame_key(f"{number}"), [sent.fill_(number)])
+                (found,) = await b.receive(frame_key(f"{number}"))
+                kept.append(found)
+                sent.fill_(-1.0)
+            assert [each is not None and each[9].item() for each in kept] == [*range(20)]
+            await until(lambda: not lent(a))
+
+    run_with_timeout(main())
+
+
+def test_a_receiver_without_a_device_owns_what_a_device_has_sent() -> None:
+    async def main() -> None:
+        async with endpoints() as (a, b):
+            ours = Locks()
+            pool = SlabPool(ours.memory.chunks.allocate, 1 << 30, 1 << 21)
+            a.set_frame_memory(lambda like: slab(pool, *like), ours.memory)
+            (sent,) = slab(pool, torch.ones(LARGE))
+            for number in range(20):
+                a.send(b.address, frame_key(f"{number}"), [sent.fill_(1.0)])
+                (found,) = await b.receive(frame_key(f"{number}"))
+                assert found is not None
+                found.zero_()
+                assert sent.sum() == LARGE
+            await until(lambda: not lent(a))
+
+    run_with_timeout(main())
+
+
+def test_memory_of_a_lost_sender_is_unlocked_when_its_last_tensor_is_dropped() -> None:
+    async def main() -> None:
+        async with devices() as (a, b, pool, locks):
+            number = 0
+            while not lent(a):
+                (sent,) = slab(pool, torch.empty(LARGE))
+                a.send(b.address, frame_key(f"{number}"), [sent.fill_(1.0)])
+                (found,) = await b.receive(frame_key(f"{number}"))
+                number += 1
+            assert locks.locked
+            await close_once(a)
+            assert (await next_lost_connection(b)).body is None
+            await until(lambda: len(locks.locked) == 1)
+            assert found is not None
+            assert found.sum() == LARGE
+            del found
+            await until(lambda: not locks.locked)
 
     run_with_timeout(main())
 
@@ -291,10 +444,10 @@ def test_memory_lent_to_a_receiver_is_free_when_it_was_killed_and_not_before() -
             assert a._shared_frames is not None
             os.kill(receiver, signal.SIGSTOP)
             a._outbound[peer].fail()  # the connection breaks, and the receiver may still read
-            a._shared_frames._release_of_ended_receivers()
+            a._shared_frames.release_of_ended_receivers()
             assert lent(a) >= 3
             kill_process(receiver)
-            a._shared_frames._release_of_ended_receivers()
+            a._shared_frames.release_of_ended_receivers()
             assert not lent(a)
             await close_once(a)
 
@@ -312,9 +465,9 @@ def test_another_process_at_the_address_of_a_lost_receiver_is_watched_itself() -
         assert not frames._lent, "the first one has ended"
         frames.put("b", [memoryview(bytearray(LARGE))], {0})
         frames.handle_lost_connection("b")
-        frames._release_of_ended_receivers()
+        frames.release_of_ended_receivers()
         assert len(frames._lent) == 1
-    frames._release_of_ended_receivers()
+    frames.release_of_ended_receivers()
     assert not frames._lent
     frames.close()
 
@@ -381,7 +534,7 @@ def test_pages_of_many_idle_slabs_return_to_the_system(monkeypatch: pytest.Monke
         return place
 
     def resident_bytes() -> int:
-        return 512 * os.fstat(frames._chunks[0][1].descriptor).st_blocks
+        return 512 * os.fstat(frames._chunks._chunks[0].descriptor).st_blocks
 
     places = [put() for _ in range(9)]
     full = resident_bytes()

@@ -33,8 +33,8 @@ from tests.transport.transport_variants import (
 
 from culm.device.slab_pool import SlabPool
 from culm.errors import RunError, UsageError
-from culm.transport.frames import frame_codec, handshake
-from culm.transport.frames.connections import InboundConnection, OutboundConnection, SentFrames
+from culm.transport.frames import frame_codec, handshake, sockets
+from culm.transport.frames.connections import MAX_SENT_FRAMES, InboundConnection, OutboundConnection, SentFrames
 from culm.transport.frames.sockets import MAX_PENDING_HANDSHAKES, SocketTransport
 from culm.transport.interface import ControlMessage
 
@@ -515,6 +515,35 @@ def test_sent_frames_are_dropped_with_their_epoch_and_above_the_limit() -> None:
     assert [key.epoch for key, *_ in frames._frames] == [4, 5, 6, 7]
     frames.drop_epochs(6)
     assert [key.epoch for key, *_ in frames._frames] == [6, 7]
+
+
+def test_few_of_many_small_frames_are_kept_for_a_repetition() -> None:
+    """An epoch may last for weeks, and 64 MB in frames of a few bytes would be half a million of them."""
+    frames = SentFrames()
+    for step in range(2 * MAX_SENT_FRAMES):
+        frames.add(frame_key(step=step), frame_codec.encode_frame(frame_key(step=step), [torch.ones(2)]).buffers())
+    assert frames.find(frame_key(step=MAX_SENT_FRAMES - 1)) is None
+    assert frames.find(frame_key(step=MAX_SENT_FRAMES)) is not None
+
+
+def test_connections_that_broke_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker may outlive thousands of others."""
+    monkeypatch.setattr(sockets, "FORGET_AFTER_S", 0.0)
+
+    async def main() -> None:
+        async with SOCKETS.endpoints(2) as (a, b):
+            assert isinstance(a, SocketTransport)
+            for _ in range(5):
+                lost = SocketTransport(secret=SECRET)
+                a.send_message(lost.address, b"hello")
+                await lost.receive_message()
+                await lost.close()
+                assert (await next_lost_connection(a)).sender == lost.address
+            a.send_message(b.address, b"hello")
+            await b.receive_message()
+            assert list(a._outbound) == [b.address]
+
+    run_with_timeout(main())
 
 
 @pytest.mark.real

@@ -25,11 +25,16 @@ JOB = str(Path(__file__).with_name("verified_job.py"))
 
 
 def train(
-    out: str | Path, *, faults: Faults | None = None, overrides: dict[str, str] | None = None, **config: Any
+    out: str | Path,
+    *,
+    described: str = JOB,
+    faults: Faults | None = None,
+    overrides: dict[str, str] | None = None,
+    **config: Any,
 ) -> None:
-    """A simulated run of six steps that records its job as `culm run` does."""
+    """A simulated run of six steps that records its job as `culm run` does. `described`: FILE[:function]."""
     overrides = {"exact": "true"} if overrides is None else overrides
-    job = load_job(JOB, overrides)
+    job = load_job(described, overrides)
     request: dict[str, Any] = {
         "pipelines": 2,
         "stages": 2,
@@ -38,7 +43,7 @@ def train(
         "strategy": "reroute",
     } | config
     setup = prepare_run(job, RunConfig(out=str(out), **request))
-    setup = msgspec.structs.replace(setup, name="verified_job.py", job_file=JOB, overrides=overrides)
+    setup = msgspec.structs.replace(setup, name="verified_job.py", job_file=described, overrides=overrides)
     run_prepared(job, setup, faults=faults or Faults())
 
 
@@ -200,6 +205,13 @@ def test_one_pipeline_without_exact_is_equal(tmp_path: Path, capsys: pytest.Capt
     train(tmp_path / "a", overrides={}, pipelines=1, stages=2, checkpoint_every=0, strategy="none")
     code, found = verify(capsys, tmp_path / "a")
     assert (code, found["steps"], found["range"]) == (0, 6, [0, 6])
+
+
+def test_checkpoints_without_frozen_weights_are_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As those of an adapter."""
+    train(tmp_path / "a", described=f"{JOB}:adapter")
+    code, found = verify(capsys, tmp_path / "a")
+    assert (code, found["equal"], found["steps"]) == (0, True, 4)
 
 
 def test_several_pipelines_without_exact_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

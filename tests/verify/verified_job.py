@@ -33,3 +33,12 @@ def other_lr() -> culm.Job:
 
 def other_batch() -> culm.Job:
     return culm.Job(**{**vars(job()), "micro_batch": 4})
+
+
+def adapter() -> culm.Job:
+    """The first layer is frozen, and not in checkpoints."""
+    return culm.Job(**{**vars(job()), "layers": [_frozen, *job().layers[1:]], "save_frozen": False})
+
+
+def _frozen() -> nn.Module:
+    return nn.Linear(4, 4).requires_grad_(False)

@@ -25,7 +25,7 @@ from culm.checkpoint.manifest import FileEntry, Manifest, to_plain_facts, to_pla
 from culm.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Mapping, Sequence
+    from collections.abc import Collection, Container, Mapping, Sequence
 
     from torch import Tensor
 
@@ -195,17 +195,24 @@ class CheckpointCatalog:
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{self.storage.display_path(BEST)} is not as culm writes it: {error}") from error
 
-    def prune(self, keep_last: int, *, verify: VerifyLevel = "full", keep: Container[int] = ()) -> tuple[int, ...]:
+    def prune(
+        self,
+        keep_last: int,
+        *,
+        verify: VerifyLevel = "full",
+        keep: Container[int] = (),
+        damaged: Collection[int] = (),
+    ) -> tuple[int, ...]:
         """Delete all but the last `keep_last` committed checkpoints and those in `keep`. Returns the steps whose
         folders were deleted.
 
         Abandoned folders (older than the newest commit, never committed) and files that no manifest names are deleted,
-        too. A damaged checkpoint takes no other's place: the last `keep_last` that are intact by `verify` are kept. If
-        none is intact, no folder is deleted.
+        too. A damaged checkpoint takes no other's place: the last `keep_last` that are intact by `verify` and not
+        among the `damaged` ones are kept. If none is intact, no folder is deleted.
         """
         if keep_last < 1:
             raise UsageError(f"keep_last is {keep_last}: keep at least 1 checkpoint")
-        committed = self.steps()
+        committed = [step for step in self.steps() if step not in damaged]
         kept = committed[-keep_last:]
         doomed = [
             step for step in self._folder_steps() if kept and step < kept[-1] and step not in kept and step not in keep

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import os
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -137,11 +138,13 @@ def export_dcp(
     weights = StoredWeights(catalog, found.manifest, averaged=averaged)
     weights.stored.update((name, name) for name in found.manifest.weight_map if name not in weights.stored)
     described = {
-        name: torch.empty(*size, dtype=dtype, device="meta") for name, (size, dtype) in weights.describe().items()
+        name: torch.empty(size, dtype=dtype, device="meta") for name, (size, dtype) in weights.describe().items()
     }
     planner = _StreamingPlanner(weights)
     writer = FileSystemWriter(path, single_file_per_rank=False)  # it keeps the tensors of a file until that is complete
-    save({**described, **found.manifest.scalars}, storage_writer=writer, planner=planner, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        save({**described, **found.manifest.scalars}, storage_writer=writer, planner=planner, no_dist=True)
     size = sum(tensor.nbytes for tensor in described.values())
     return ExportReport(path, found.manifest.step, len(described) + len(found.manifest.scalars), size, found.rejected)
 

@@ -17,72 +17,138 @@
     progress_display  progress on a terminal, in a log, or not at all
     run_tables        tables of a run's setup and its ledger
 
-Nothing here imports torch until a subcommand needs it, so that help and pictures appear at once.
+A subcommand is imported when it is used, and imports torch when it needs it, so that help and pictures appear at once.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from itertools import pairwise
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, NamedTuple, cast
 
 import typer
+from typer.core import TyperGroup
 
 import culm
-from culm.cli.checks import bench_command, chaos_command, doctor_command, soak_command
 from culm.cli.error_reporting import print_error
-from culm.cli.gnn import gnn_command
-from culm.cli.inspection import (
-    cost_command,
-    dash_command,
-    export_command,
-    replay_command,
-    report_command,
-    verify_command,
-)
-from culm.cli.launching import down_command, launch_command, list_command
-from culm.cli.planning import plan_command, prices_command, profile_command, schedule_command
-from culm.cli.running import agent_command, data_command, head_command, run_command
-from culm.cli.simulating import simulate_command, trace_command
-from culm.cli.window import attach_command, logs_command, stop_command
 from culm.providers.process_title import hide_secret_arguments
 
+
+class _CommandEntry(NamedTuple):
+    """A subcommand that is imported when it is used."""
+
+    module: str
+    """Below culm.cli."""
+    attribute: str
+    """The function of the command, or the Typer app of its own subcommands."""
+    summary: str
+    """What `culm --help` says: fits on a line of 80 columns."""
+
+
+_SECTIONS: Mapping[str, Mapping[str, _CommandEntry]] = {
+    "Train": {
+        "run": _CommandEntry("running.run_command", "run", "Train a job on this machine, or on several machines."),
+        "attach": _CommandEntry("window.attach_command", "attach", "Show a running job as culm run does."),
+        "logs": _CommandEntry("window.logs_command", "logs", "Print events, steps and output of a job as text."),
+        "stop": _CommandEntry("window.stop_command", "stop", "End a running job, with a checkpoint."),
+        "data": _CommandEntry("running.data_command", "app", "Prepare data: token files."),
+    },
+    "Several machines": {
+        "launch": _CommandEntry("launching.launch_command", "launch", "Train on machines that culm starts and ends."),
+        "list": _CommandEntry("launching.list_command", "list_launches", "List running jobs and launches."),
+        "down": _CommandEntry("launching.down_command", "down", "End a launch and everything that it started."),
+        "head": _CommandEntry("running.head_command", "app", "Start a store for a run, and print its token."),
+        "agent": _CommandEntry("running.agent_command", "agent", "Join a run from this machine."),
+    },
+    "Before a run": {
+        "profile": _CommandEntry("planning.profile_command", "profile", "Measure time and memory of each layer."),
+        "plan": _CommandEntry("planning.plan_command", "plan", "Choose what to rent, or plan a step with lost nodes."),
+        "schedule": _CommandEntry("planning.schedule_command", "schedule", "Draw a schedule."),
+        "prices": _CommandEntry("planning.prices_command", "app", "List and compare prices of instances."),
+        "simulate": _CommandEntry("simulating.simulate_command", "simulate", "Compare strategies on a spot market."),
+        "trace": _CommandEntry("simulating.trace_command", "app", "Show, convert, generate and fit market traces."),
+    },
+    "Look at runs": {
+        "report": _CommandEntry("inspection.report_command", "report", "Write a report of one or several runs."),
+        "dash": _CommandEntry("inspection.dash_command", "dash", "Serve a live page of a run, and its metrics."),
+        "cost": _CommandEntry("inspection.cost_command", "cost", "Show what a run has cost, by node."),
+        "export": _CommandEntry("inspection.export_command", "export", "Write the weights of a checkpoint to a file."),
+        "verify": _CommandEntry("inspection.verify_command", "verify", "Retrain a run and compare every bit."),
+        "replay": _CommandEntry("inspection.replay_command", "replay", "Repeat the recorded decisions of the leaders."),
+    },
+    "Test": {
+        "doctor": _CommandEntry("checks.doctor_command", "doctor", "Check this machine with a small run."),
+        "bench": _CommandEntry("checks.bench_command", "bench", "Measure culm on this machine."),
+        "chaos": _CommandEntry("checks.chaos_command", "chaos", "Inject random faults into simulated clusters."),
+        "soak": _CommandEntry("checks.soak_command", "soak", "Inject faults into the processes of real runs."),
+    },
+    "Graph networks": {
+        "gnn": _CommandEntry("gnn.gnn_command", "app", "Train on whole graphs, with elastic workers."),
+    },
+}
+"""The subcommands, by section of `culm --help`."""
+_ENTRIES = {name: entry for section in _SECTIONS.values() for name, entry in section.items()}
+
+
+class _LazyCommands(MutableMapping[str, Any]):
+    """Click's commands by name. The module of a command is imported when the command is looked up."""
+
+    def __init__(self) -> None:
+        self._loaded: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._loaded:
+            self._loaded[name] = _load_command(name, _ENTRIES[name])
+        return self._loaded[name]
+
+    def __setitem__(self, name: str, command: Any) -> None:
+        self._loaded[name] = command
+
+    def __delitem__(self, name: str) -> None:
+        raise TypeError(f"the command {name} cannot be removed")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_ENTRIES)
+
+    def __len__(self) -> int:
+        return len(_ENTRIES)
+
+
+def _load_command(name: str, entry: _CommandEntry) -> Any:
+    target = getattr(importlib.import_module(f"culm.cli.{entry.module}"), entry.attribute)
+    parent = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
+    if isinstance(target, typer.Typer):
+        parent.add_typer(target, name=name)
+    else:
+        parent.command(name)(target)
+    return typer.main.get_group(parent).commands[name]
+
+
+class _RootGroup(TyperGroup):
+    """The `culm` command. Its help is printed without importing a subcommand."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = _LazyCommands()
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
+        width = max(map(len, _ENTRIES))
+        for title, section in _SECTIONS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name.ljust(width), entry.summary) for name, entry in section.items()])
+
+
 app = typer.Typer(
+    cls=_RootGroup,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("run")(run_command.run)
-app.command("attach")(attach_command.attach)
-app.command("logs")(logs_command.logs)
-app.command("stop")(stop_command.stop)
-app.command("launch")(launch_command.launch)
-app.command("list")(list_command.list_launches)
-app.command("down")(down_command.down)
-app.command("agent")(agent_command.agent)
-app.add_typer(head_command.app, name="head")
-app.command("profile")(profile_command.profile)
-app.command("plan")(plan_command.plan)
-app.command("schedule")(schedule_command.schedule)
-app.command("simulate")(simulate_command.simulate)
-app.add_typer(prices_command.app, name="prices")
-app.add_typer(trace_command.app, name="trace")
-app.add_typer(data_command.app, name="data")
-app.command("report")(report_command.report)
-app.command("cost")(cost_command.cost)
-app.command("replay")(replay_command.replay)
-app.command("dash")(dash_command.dash)
-app.command("export")(export_command.export)
-app.command("verify")(verify_command.verify)
-app.command("bench")(bench_command.bench)
-app.command("chaos")(chaos_command.chaos)
-app.command("soak")(soak_command.soak)
-app.command("doctor")(doctor_command.doctor)
-app.add_typer(gnn_command.app, name="gnn")
 
 _OptionError = cast("type[typer.BadParameter]", typer.BadParameter.__base__)
 """Base class of all option errors. Where Typer defines it depends on its version."""
@@ -103,7 +169,7 @@ def root_command(
 
 @functools.cache
 def root_click_command() -> Any:
-    """All subcommands with their options. Cached, because building them takes as long as drawing a picture."""
+    """The `culm` command. Cached, with the subcommands that were used."""
     return typer.main.get_command(app)
 
 

@@ -8,7 +8,7 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from itertools import pairwise
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_origin, get_type_hints
 
 import typer
 
@@ -17,7 +17,6 @@ from culm.cli.error_reporting import print_error
 from culm.cli.option_values import parse_cuts, parse_duration, parse_ports, parse_size, parse_usd
 from culm.config import RunConfig, merge_options, option_name
 from culm.errors import UsageError
-from culm.transport.frames.encryption_policy import EncryptionPolicy
 
 F = TypeVar("F", bound=Callable[..., None])
 
@@ -124,7 +123,7 @@ def _option_type(field: str) -> Any:
     hint = get_type_hints(RunConfig)[field]
     if hint == tuple[str, ...]:
         return list[str] | None
-    return str if hint in (config_module.RestartMode, EncryptionPolicy) else hint
+    return str if get_origin(hint) is Literal else hint  # typer reads literals from 0.19 on only
 
 
 def build_config(options: Mapping[str, Any], losses: float | None = None) -> RunConfig:

@@ -12,7 +12,7 @@ from typing import TextIO
 
 import typer
 
-from culm.errors import CulmError, message_suffix
+from culm.errors import CulmError, describe_exception
 
 _PACKAGE_FOLDER = str(Path(__file__).parents[1])
 
@@ -32,10 +32,8 @@ def report_errors(*, debug: bool = False) -> Iterator[None]:
     except (typer.Exit, BrokenPipeError):
         raise
     except Exception as error:
-        hint = "" if debug else "; --debug shows where"
-        print_error(
-            f"unexpected {type(error).__name__}{message_suffix(error)}{hint}", _format_traceback(error) if debug else ""
-        )
+        hint = "" if debug else "; --debug shows the traceback"
+        print_error(f"unexpected {describe_exception(error)}{hint}", _format_traceback(error) if debug else "")
         raise typer.Exit(1) from None
 
 

@@ -115,7 +115,7 @@ class LogDisplay(ProgressDisplay):
         if last or metrics.t - self._printed_at >= _LOG_EVERY_S:
             self._printed_at = metrics.t
             self._print(
-                "  ".join([f"step {metrics.step + 1}/{self._steps}", *_step_figures(metrics, self._throughput)])
+                "  ".join([f"steps {metrics.step + 1}/{self._steps}", *_step_figures(metrics, self._throughput)])
             )
 
     def show_event(self, text: str) -> None:
@@ -161,7 +161,7 @@ class BarDisplay(ProgressDisplay):
             self._in_steps = True
             bar = BarColumn(bar_width=None)
             self._start_progress(
-                TextColumn("step {task.completed}/{task.total}"), bar, TextColumn("{task.description}")
+                TextColumn("steps {task.completed}/{task.total}"), bar, TextColumn("{task.description}")
             )
         assert self._progress is not None
         figures = "  ".join(_step_figures(metrics, self._throughput))

@@ -87,6 +87,7 @@ def prepare_run(
             stages=stages,
             micro_batches=job.micro_batches,
             ranges=ranges,
+            may_use_two_ranges=config.ranges > 1 and config.cuts is None,
             memory=config.memory,
             max_activations=config.max_activations,
             synchronous=_has_synchronous_step(job),
@@ -95,7 +96,8 @@ def prepare_run(
         ),
     )
     _check_compiled(job, config, schedule.plan)
-    plan = schedule.plan
+    plan, cuts = schedule.plan, schedule.cuts
+    ranges = plan.segments // plan.stages
     why += f"; {schedule.why}" if schedule.why else ""
     manifest, rejected = _newest_manifest(config.resume) if config.resume else (None, ())
     facts = job_facts(job, model_info)
@@ -114,6 +116,8 @@ def prepare_run(
             "; Job.data has no state_dict: after a loss or a resume the stream is read again from its beginning, add "
             "state_dict and load_state_dict to it"
         )
+    elif not isinstance(job.data, Stream) and len(job.data) < job.global_batch:
+        why += f"; Job.data has {len(job.data)} items for a global_batch of {job.global_batch}: each step repeats items"
     why += "".join(f"; checkpoint {step} was passed over: {reason}" for step, reason in rejected)
     earlier = earlier_rentals(config.resume) if config.resume else ()
     _check_budget(config, earlier, pipelines * stages // config.workers_per_node)

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from culm import strategies
+from culm.errors import CulmError, UsageError, describe_exception
 from culm.plan.rent.strategy_goodput import GoodputInputs, PreemptionRisk, best_checkpoint_interval_s
 from culm.plan.replan.plan_case import PlanCase
 from culm.plan.replan.staggered_period import staggered_period
@@ -60,7 +61,7 @@ class StrategyInputs:
 
     @property
     def is_staggered(self) -> bool:
-        return not self.synchronous_step and self.plan.segments == self.plan.stages
+        return not self.synchronous_step
 
     @cached_property
     def step_s(self) -> float:
@@ -105,8 +106,19 @@ class StrategyInputs:
 
 
 def resolve_strategy(request: RunConfig, inputs: StrategyInputs) -> ResolvedStrategy:
-    """The strategy of a run, and why. Raises UsageError for a strategy that cannot work in this shape."""
+    """The strategy of a run, and why. Raises UsageError for a strategy that cannot work in this shape, and for one of
+    the user with a method that raises."""
     requested = strategies.get(request.strategy)
+    try:
+        return _resolve(request, requested, inputs)
+    except CulmError:
+        raise
+    except Exception as error:
+        raised = describe_exception(error)
+        raise UsageError(f"--strategy {request.strategy} raised {raised}: fix that method") from error
+
+
+def _resolve(request: RunConfig, requested: Strategy, inputs: StrategyInputs) -> ResolvedStrategy:
     shape = strategies.RunShape(
         inputs.plan.pipelines,
         inputs.plan.stages,
@@ -115,9 +127,26 @@ def resolve_strategy(request: RunConfig, inputs: StrategyInputs) -> ResolvedStra
     )
     requested.check(shape)
     chosen = requested.choose(inputs.goodput_inputs(request.preemption_rate), shape)
+    _check_shadows(chosen.strategy, inputs.plan)
     every, seconds, checkpoint_note = _checkpoint_interval(request, requested, chosen, inputs)
     eager, eager_note = _eager_forwards(chosen.strategy, inputs)
     return ResolvedStrategy(chosen.strategy, chosen.why + checkpoint_note + eager_note, eager, every, seconds)
+
+
+def _check_shadows(strategy: Strategy, plan: Plan) -> None:
+    """Raise UsageError for initial shadows that no worker of the plan can hold."""
+    slots, stages = range(len(plan.workers)), range(plan.stages)
+    for shadow in strategy.initial_shadows(plan):
+        if shadow.slot not in slots or shadow.source not in slots or shadow.stage not in stages:
+            raise UsageError(
+                f"--strategy {strategy.name}: initial_shadows has {shadow}, but the plan has {len(slots)} slots and "
+                f"{len(stages)} stages, numbered from 0"
+            )
+        if shadow.slot in plan.holders_of(shadow.stage) or shadow.source not in plan.holders_of(shadow.stage):
+            raise UsageError(
+                f"--strategy {strategy.name}: initial_shadows has {shadow}: use a slot that does not run stage "
+                f"{shadow.stage}, and a source that does"
+            )
 
 
 def _checkpoint_interval(

@@ -138,6 +138,13 @@ class RunSetup(msgspec.Struct, frozen=True):
         return self.strategy_object.survives_losses
 
     @property
+    def why_losses_are_final(self) -> str:
+        """Why the run cannot continue without a node that is lost, when it cannot."""
+        if self.survives_losses:
+            return f"no other node holds its layers (strategy {self.strategy})"
+        return f"strategy {self.strategy} survives no loss (on several nodes, auto chooses one that does)"
+
+    @property
     def waits_for_hook(self) -> bool:
         """Whether the line of a step is written when a hook has returned for it, with the values of the hook."""
         return self.gate in ("hook", "caller")

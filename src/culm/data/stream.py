@@ -116,6 +116,14 @@ class Stream:
                 self._read_next()
         return self._block_digests.get(number)
 
+    def check_items_single(self) -> None:
+        """Raise JobError for a loader of torch that returns batches, which would be collated once more."""
+        if getattr(self._source, "batch_sampler", None) is not None:
+            raise JobError(
+                f"Job.data is a {type(self._source).__name__} that returns batches, and Job.micro_batch says how many "
+                "items a micro-batch has: make it with batch_size=None, or pass its data set"
+            )
+
     def check_repeatable(self) -> None:
         """Read the first items of a copy of the stream. Raises JobError unless they are those that this one gives."""
         again = self.with_block(self.block)

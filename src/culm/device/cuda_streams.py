@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from culm.device.shared_chunks import PageLocker, SharedChunks, SharedHostMemory, address_of
 from culm.errors import DeviceFailed, message_suffix
 
 if TYPE_CHECKING:
@@ -138,12 +139,14 @@ class CudaStreams:
         effect: the time would jump to the next timer meanwhile."""
         index = torch.cuda.current_device() if device.index is None else device.index
         device = self.device = torch.device("cuda", index)
-        streams = [torch.cuda.default_stream(device), torch.cuda.Stream(device), torch.cuda.Stream(device)]
+        streams = [torch.cuda.default_stream(device), *(torch.cuda.Stream(device) for _ in range(3))]
         self._streams = [CudaStream(device, stream, polls=polls) for stream in streams]
         self.compute: DeviceStream = self._streams[0]
         self.to_host: DeviceStream = self._streams[1]
         self.to_device: DeviceStream = self._streams[2]
-        self._polls = polls
+        self.to_host_later: DeviceStream = self._streams[3]
+        self._polls, self._can_share = polls, True
+        self.shared_memory: SharedHostMemory | None = SharedHostMemory(SharedChunks(), cuda_page_locker(device))
 
     @functools.cached_property
     def sums(self) -> DeviceSums:
@@ -156,8 +159,15 @@ class CudaStreams:
         return torch.cuda.max_memory_allocated(self.device)
 
     def host_memory(self, size: int) -> memoryview:
-        """Page-locked memory. Where the system allows no more of it (a limit on locked memory, a container) ordinary
-        memory is returned: copies are correct then, but slow, and the host waits for them."""
+        """Page-locked memory that other processes can map, or else only page-locked. Where the system allows no more
+        of it (a limit on locked memory, a container) ordinary memory is returned: copies are correct then, but slow,
+        and the host waits for them."""
+        if self._can_share and self.shared_memory is not None:
+            with contextlib.suppress(OSError):
+                memory = self.shared_memory.chunks.allocate(size)
+                if _lock_in_thread(self.device, memory):
+                    return memory
+            self._can_share = False
         try:
             return memoryview(torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy())  # type: ignore[arg-type]
         except RuntimeError:
@@ -169,6 +179,44 @@ class CudaStreams:
     def close(self) -> None:
         for stream in self._streams:
             stream.close()
+        if self.shared_memory is not None:
+            self.shared_memory.locker.close()
+        if "sums" in vars(self):
+            self.sums.kept.abort_rest()
+
+
+def cuda_page_locker(device: torch.device) -> PageLocker:
+    """Page-locks memory of other processes for this device."""
+    return PageLocker(functools.partial(_lock_pages, device), functools.partial(_unlock_pages, device))
+
+
+def _lock_pages(device: torch.device, address: int, size: int) -> bool:
+    """Page-lock memory; False: the driver refuses. Not for threads that launch kernels: torch would report the error of
+    a refusal at their next launch."""
+    try:
+        torch.cuda.set_device(device)  # of this thread
+        return int(torch.cuda.cudart().cudaHostRegister(address, size, 0)) == 0
+    except Exception:  # whatever it is, the memory can be used without a lock; a failed device shows elsewhere
+        return False
+
+
+def _unlock_pages(device: torch.device, address: int) -> None:
+    with contextlib.suppress(Exception):
+        torch.cuda.set_device(device)
+        torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def _lock_in_thread(device: torch.device, memory: memoryview) -> bool:
+    """Page-lock memory of this process and wait until that is done."""
+    locked: list[bool] = []
+
+    def lock() -> None:
+        locked.append(_lock_pages(device, address_of(memory), len(memory)))
+
+    thread = threading.Thread(target=lock, name="culm-page-lock")
+    thread.start()
+    thread.join()
+    return locked == [True]
 
 
 @contextlib.contextmanager

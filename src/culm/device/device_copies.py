@@ -17,10 +17,12 @@ from culm.errors import DeviceFailed
 
 if TYPE_CHECKING:
     from culm.device.device_sums import DeviceSums
+    from culm.device.shared_chunks import SharedHostMemory
     from culm.device.slab_pool import Slab
 
 Tensors: TypeAlias = tuple[Tensor | None, ...]
 _NO_CAP = 1 << 62
+_MAX_READER_S = 2.0
 
 
 class HostCopy(NamedTuple):
@@ -57,16 +59,18 @@ class DeviceCopies:
         self.pool = SlabPool(self.streams.host_memory, cap, chunk_bytes)
         self._under_way: collections.deque[tuple[DeviceEvent, Any]] = collections.deque()
         """Copies with what they read and write, in the order of their launch."""
+        self._waits_for_readers = True
 
-    def to_host(self, tensors: Sequence[Tensor | None]) -> HostCopy:
-        """Queue a copy of tensors of the device into a slab, after what is queued on the compute stream now."""
+    def to_host(self, tensors: Sequence[Tensor | None], *, later: bool = False) -> HostCopy:
+        """Queue a copy of tensors of the device into a slab, after what is queued on the compute stream now. `later`:
+        it is large, and other copies are more urgent."""
         if self.is_synchronous:
             return HostCopy(tuple(tensors), COMPLETE)
         self._release_completed()
         sources = tuple(None if each is None else _without_gaps(each) for each in tensors)
         slab = self.pool.take(sources)
         copies = slab.tensors()
-        stream = self.streams.to_host
+        stream = self.streams.to_host_later if later else self.streams.to_host
         computed = self.streams.compute.record(timed=True)
         stream.wait_event(computed)
         for target, source in zip(copies, sources, strict=True):
@@ -126,6 +130,11 @@ class DeviceCopies:
         return self.streams.sums
 
     @property
+    def shared_memory(self) -> SharedHostMemory | None:
+        """The host memory of the slabs, if other processes can map it."""
+        return self.streams.shared_memory
+
+    @property
     def peak_device_bytes(self) -> int:
         """The most memory of the device that tensors took at a time; 0 on a CPU."""
         return self.streams.peak_bytes
@@ -159,6 +168,7 @@ class DeviceCopies:
         """
         self._release_completed()
         if not self.pool.is_over_cap:
+            self._waits_for_readers = True
             return
         release_sent()
         while self.pool.is_over_cap:
@@ -167,8 +177,18 @@ class DeviceCopies:
             if self._under_way:
                 await self._under_way[0][0].wait()
                 self._release_completed()
-            elif not await self.pool.wait_for_readers():
+            elif not self._waits_for_readers or not await self._wait_for_readers():
                 return
+
+    async def _wait_for_readers(self) -> bool:
+        """Wait until tensors are dropped that were sent. False: there are none, or they are not dropped, because their
+        reader was lost or keeps them: then the cap is exceeded, without a further wait until there is room again."""
+        try:
+            async with asyncio.timeout(_MAX_READER_S):
+                return await self.pool.wait_for_readers()
+        except TimeoutError:
+            self._waits_for_readers = False
+            return False
 
     def find_failure(self) -> DeviceFailed | None:
         """What the device reports, if it cannot be used any more. Does not wait."""
@@ -188,7 +208,7 @@ class DeviceCopies:
         streams = self.streams
         try:
             async with asyncio.timeout(seconds):
-                for stream in (streams.compute, streams.to_device, streams.to_host):
+                for stream in (streams.compute, streams.to_device, streams.to_host, streams.to_host_later):
                     await stream.record().wait()
         except TimeoutError:
             raise DeviceFailed(
@@ -198,8 +218,8 @@ class DeviceCopies:
         self._release_completed()
 
     def _release_completed(self) -> None:
-        """Drop what complete copies hold. Copies of one direction complete in order; those of the other may wait a
-        little longer."""
+        """Drop what complete copies hold. Copies of one stream complete in order; those of the others may wait a little
+        longer."""
         while self._under_way and self._under_way[0][0].is_complete():
             self._under_way.popleft()
 
@@ -222,10 +242,10 @@ _SHARE_OF_MEMORY = 4
 """One part in this many of a machine's memory may be used for slabs."""
 
 
-def open_device(device: torch.device, workers_per_node: int = 1, *, in_virtual_time: bool = False) -> DeviceCopies:
-    """The copies of a worker's device. All workers of a node together use a quarter of its memory for slabs.
+def open_device(device: torch.device, workers_on_host: int = 1, *, in_virtual_time: bool = False) -> DeviceCopies:
+    """The copies of a worker's device. All workers of a machine together use a quarter of its memory for slabs.
 
     `in_virtual_time`: for an event loop with virtual time, see `culm.testing.simulate`.
     """
-    cap = usable_memory_bytes() // _SHARE_OF_MEMORY // workers_per_node
+    cap = usable_memory_bytes() // _SHARE_OF_MEMORY // workers_on_host
     return DeviceCopies(open_streams(device, in_virtual_time=in_virtual_time), cap)

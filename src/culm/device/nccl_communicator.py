@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from culm.device.cuda_streams import CudaStream
-from culm.device.device_sums import NcclSupport
+from culm.device.device_sums import KeptCommunicators, NcclSupport
 from culm.device.nccl_settings import HOST_ID
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ class NcclSums:
     def __init__(self, device: torch.device, compute: DeviceStream, *, polls: bool = False) -> None:
         """`compute`: the stream whose results are summed. `polls`: see CudaStreams."""
         self._device, self._compute, self._polls = device, compute, polls
+        self.kept = KeptCommunicators()
 
     def support(self) -> NcclSupport:
         from torch import distributed as dist

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from culm.device.device_copies import DeviceCopies
-from culm.device.device_sums import NcclSupport
+from culm.device.device_sums import KeptCommunicators, NcclSupport
 from culm.errors import DeviceFailed
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from culm.device.device_sums import DeviceCommunicator, DeviceSums
+    from culm.device.shared_chunks import SharedHostMemory
     from culm.device.streams import DeviceEvent, DeviceStream
     from culm.transport.collectives.member_store import Rendezvous
 
@@ -203,6 +204,7 @@ class SimulatedSums:
 
     def __init__(self, compute: DeviceStream) -> None:
         self.compute = compute
+        self.kept = KeptCommunicators()
 
     def support(self) -> NcclSupport:
         return NcclSupport()
@@ -219,8 +221,15 @@ class SimulatedStreams:
     peak_bytes = 0
 
     def __init__(
-        self, seed: int, times: SimulatedTimes | None = None, fault: SimulatedDeviceFault | None = None
+        self,
+        seed: int,
+        times: SimulatedTimes | None = None,
+        fault: SimulatedDeviceFault | None = None,
+        *,
+        shared_memory: SharedHostMemory | None = None,
     ) -> None:
+        """`shared_memory`: where its host memory comes from; None: ordinary memory."""
+        self.shared_memory = shared_memory
         times, rng = times or SimulatedTimes(), random.Random(f"device {seed}")
         self.device = torch.device("cpu")
         draw_compute, draw_copy = (lambda: rng.uniform(*times.compute)), (lambda: rng.uniform(*times.copy))
@@ -229,11 +238,13 @@ class SimulatedStreams:
             SimulatedStream(*common, computes=True),
             SimulatedStream(*common, computes=False),
             _ToDeviceStream(*common, computes=False),
+            SimulatedStream(*common, computes=False),
         )
         self._streams = streams
         self.compute: DeviceStream = streams[0]
         self.to_host: DeviceStream = streams[1]
         self.to_device: DeviceStream = streams[2]
+        self.to_host_later: DeviceStream = streams[3]
         self.sums: DeviceSums = SimulatedSums(self.compute)
 
     @property
@@ -242,6 +253,8 @@ class SimulatedStreams:
         return all(stream.is_idle for stream in self._streams)
 
     def host_memory(self, size: int) -> memoryview:
+        if self.shared_memory is not None:
+            return self.shared_memory.chunks.allocate(size)
         return memoryview(bytearray(size))
 
     def empty(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:

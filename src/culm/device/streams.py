@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from culm.device.device_sums import DeviceSums
+    from culm.device.shared_chunks import SharedHostMemory
 
 
 class DeviceEvent(Protocol):
@@ -60,15 +61,19 @@ class DeviceStream(Protocol):
 class DeviceStreams(Protocol):
     """The streams of one device.
 
-    `compute` is the stream that user code runs on. `to_host` and `to_device` carry copies beside it.
+    `compute` is the stream that user code runs on. `to_host` and `to_device` carry copies beside it, `to_host_later`
+    large ones that nobody waits for: what is queued behind them on `to_host` would wait, too.
     """
 
     device: torch.device
     compute: DeviceStream
     to_host: DeviceStream
+    to_host_later: DeviceStream
     to_device: DeviceStream
     is_synchronous: bool
     """Whether work is done when the call that queues it returns. Then no copies are made at all."""
+    shared_memory: SharedHostMemory | None
+    """Where `host_memory` comes from, if other processes can map it."""
 
     @property
     def sums(self) -> DeviceSums:
@@ -132,11 +137,13 @@ class HostStreams:
 
     is_synchronous = True
     peak_bytes = 0
+    shared_memory: SharedHostMemory | None = None
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self.compute: DeviceStream = _HostStream()
         self.to_host: DeviceStream = self.compute
+        self.to_host_later: DeviceStream = self.compute
         self.to_device: DeviceStream = self.compute
         self.sums: DeviceSums = NoDeviceSums()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,17 @@ from culm.errors import JobError
 ADAPTER_NAMES = "culm_adapter.json"
 """File: saved name -> name in the model, of each tensor of the adapter."""
 _PREFIX = "base_model.model."
+_ADDED_BY_PEFT = re.compile(r"\.(?:base_layer|original_module|modules_to_save\.[^.]+)\.")
 
 
 def add_adapter(model: Any, config: Any) -> Any:
     """The peft model of a skeleton. Raises JobError for an adapter whose initial values depend on the weights."""
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig, PeftConfig, get_peft_model
 
-    if not isinstance(config, LoraConfig) or config.init_lora_weights is not True or config.use_dora:
+    if not isinstance(config, PeftConfig):
+        raise JobError(f"adapter is a {type(config).__name__}: use a peft.LoraConfig")
+    needs_weights = getattr(config, "use_dora", False) or getattr(config, "trainable_token_indices", None)
+    if not isinstance(config, LoraConfig) or config.init_lora_weights is not True or needs_weights:
         raise JobError(
             f"adapter is a {type(config).__name__} whose first values need the weights: load the model and pass "
             "culm.hf.parts(peft.get_peft_model(model, config))"
@@ -53,6 +58,12 @@ def adapter_files(model: Any) -> dict[str, bytes]:
         config.save_pretrained(folder)
         text = (Path(folder) / "adapter_config.json").read_bytes()
     return {"adapter_config.json": text, ADAPTER_NAMES: json.dumps(found).encode()}
+
+
+def name_before_adapter(name: str) -> str:
+    """The name that a tensor had before an adapter was added: of a layer that is adapted, of a module that is kept
+    beside its trained copy (`modules_to_save`), or of that copy."""
+    return _ADDED_BY_PEFT.sub(".", name)
 
 
 def reset_adapter(module: Any) -> None:

@@ -27,6 +27,8 @@ class Collate:
     inputs: tuple[str, ...]
     pad: int
     vocab: int | None
+    classes: int | None
+    """Labels are below it; None: they are no numbers of classes."""
     shifts_labels: bool
     """A causal language model: position t predicts token t + 1."""
     start: int | None
@@ -43,6 +45,7 @@ class Collate:
         if self.start is not None and "decoder_input_ids" not in pairs[0][0]:
             columns.insert(self.inputs.index("decoder_input_ids"), self._decoder_input(target))
         self._check_ids(dict(zip(self.inputs, columns, strict=True)))
+        self._check_labels(target)
         return (columns[0] if len(columns) == 1 else tuple(columns)), target
 
     def _from_pair(self, item: Any) -> tuple[dict[str, Any], Any]:
@@ -89,6 +92,16 @@ class Collate:
                     f"the data has the token id {int(ids.max())} in {name}, and the model's vocabulary has "
                     f"{self.vocab} tokens: use the model's own tokenizer, or resize its embeddings"
                 )
+
+    def _check_labels(self, target: Tensor) -> None:
+        if self.classes is None or target.is_floating_point() or not target.numel():
+            return
+        wrong = target[((target < 0) & (target != IGNORED)) | (target >= self.classes)]
+        if wrong.numel():
+            raise JobError(
+                f"the data has the label {int(wrong[0])}, and the model has {self.classes} classes: use labels from 0 "
+                f"to {self.classes - 1}, or {IGNORED} for none"
+            )
 
 
 def _tensor(value: Any) -> Tensor:

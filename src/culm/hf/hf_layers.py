@@ -22,7 +22,7 @@ from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from culm.errors import JobError
-from culm.hf.hf_adapters import reset_adapter
+from culm.hf.hf_adapters import name_before_adapter, reset_adapter
 from culm.hf.hf_skeleton import (
     AbsentForward,
     BlockCall,
@@ -33,7 +33,7 @@ from culm.hf.hf_skeleton import (
     replace_blocks,
     wrap_result,
 )
-from culm.hf.hf_weights import WeightSource
+from culm.hf.hf_weights import WeightSource, check_shape
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class HfModel:
     def stored_name(self, name: str) -> str | None:
         """The name under which the source has a tensor; None if it has to be initialised."""
         names = (name, *self.aliases.get(name, ()))
-        plain = tuple(n.replace(".base_layer.", ".") for n in names)  # stored before an adapter was added
+        plain = tuple(map(name_before_adapter, names))
         return next((n for n in (*names, *plain) if self.source.has(n)), None)
 
     def modules_of(self, place: tuple[int, int | None]) -> list[str]:
@@ -181,16 +181,8 @@ def _materialise(model: HfModel, skeleton: Any, held: Mapping[str, nn.Module]) -
             stored = model.stored_name(name)
             if stored is not None:
                 value = model.source.read([stored])[stored]
-                _check_shape(name, value, target)
+                check_shape(name, value.shape, target.shape)
                 target.copy_(value)
-
-
-def _check_shape(name: str, value: Tensor, target: Tensor) -> None:
-    if value.shape != target.shape:
-        raise JobError(
-            f"the tensor {name!r} has shape {tuple(value.shape)} in the weights and {tuple(target.shape)} in the "
-            "model: the config does not belong to these weights"
-        )
 
 
 class _HfLayer(nn.Module):

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
 
-from culm.errors import JobError, message_suffix
-from culm.hf.hf_adapters import adapter_files, add_adapter
+from culm.errors import JobError
+from culm.hf.hf_adapters import ADAPTER_NAMES, adapter_files, add_adapter
 from culm.hf.hf_batches import Collate
 from culm.hf.hf_layers import HfModel, Router
 from culm.hf.hf_losses import Classification, CrossEntropy
 from culm.hf.hf_skeleton import find_stacks, make_skeleton, parameters_on_meta, trace_phases
 from culm.hf.hf_weights import MemoryWeights, NoWeights, WeightSource, open_folder
+from culm.initial_location import cached_model
 
 _log = logging.getLogger("culm.hf")
 
@@ -41,6 +44,7 @@ _CLASS_ENDINGS = {
     "ForTokenClassification": "token-classification",
     "ForImageClassification": "image-classification",
 }
+_ONE_LABEL = "single_label_classification"
 _KEPT = ("attention_mask", "position_ids", "decoder_input_ids", "decoder_attention_mask")
 """Inputs that blocks need, too."""
 
@@ -49,8 +53,8 @@ def parts(
     model_or_path: Any,
     task: Task = "causal-lm",
     *,
-    inputs: Sequence[str] = (),
-    freeze: Sequence[str] = (),
+    inputs: str | Sequence[str] = (),
+    freeze: str | Sequence[str] = (),
     tokenizer: Any = None,
     adapter: Any = None,
     dtype: torch.dtype = torch.float32,
@@ -69,7 +73,9 @@ def parts(
     _import_transformers()
     with_adapter = hasattr(model_or_path, "peft_config")
     model = model_or_path.get_base_model() if with_adapter else model_or_path
-    folder = Path(model) if isinstance(model, str | Path) else None
+    if task not in _AUTO_CLASSES:
+        raise JobError(f"culm.hf.parts got the task {task!r}: use one of {', '.join(_AUTO_CLASSES)}")
+    folder = _find_folder(model) if isinstance(model, str | Path) else None
     skeleton, source = _open_model(model, folder, task, dtype)
     task = task if folder or not isinstance(model, nn.Module) else _task_of(model)
     adapters = adapter_files(model_or_path) if with_adapter else {}
@@ -79,7 +85,8 @@ def parts(
     _freeze(skeleton, freeze)
     names = _input_names(skeleton, inputs)
     found = _cut(skeleton, source, names, task)
-    _report_missing(found, folder)
+    new = json.loads(adapters[ADAPTER_NAMES]).values() if adapter is not None else ()
+    _report_missing(found, folder, frozenset(new))
     fields: dict[str, Any] = {
         "layers": found.layers,
         "loss": _loss(skeleton, task, found.router),
@@ -97,23 +104,47 @@ def _import_transformers() -> None:
         raise JobError("culm.hf needs transformers: install it with pip install 'culm[hf]'") from error
 
 
+def _find_folder(given: str | Path) -> Path:
+    """A folder with a model, or the one of "org/name" in the local cache of Hugging Face."""
+    folder = Path(given).expanduser()
+    if not (folder / "config.json").is_file() and not folder.exists():
+        folder = cached_model(str(given)) or folder
+    if not (folder / "config.json").is_file():
+        what = f"no config.json in {str(given)!r}" if folder.exists() else f"no folder {str(given)!r} on this machine"
+        raise JobError(
+            f"there is {what}, and no such model in the local cache of Hugging Face: give a folder that "
+            "save_pretrained wrote, or run 'hf download' first (culm.hf downloads nothing)"
+        )
+    return folder
+
+
 def _open_model(model: Any, folder: Path | None, task: str, dtype: torch.dtype) -> tuple[Any, WeightSource]:
     """(skeleton, source of its weights)."""
     from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
     if isinstance(model, PreTrainedModel):
+        absent = next((name for name, value in model.state_dict().items() if value.is_meta), None)
+        if absent is not None:
+            raise JobError(
+                f"the {type(model).__name__} has {absent!r} on the meta device, without values: pass its config, or "
+                "the folder with its weights"
+            )
         tensors = {name: value.detach().cpu() for name, value in model.state_dict(keep_vars=True).items()}
         return make_skeleton(model), MemoryWeights(tensors)
     if folder is not None:
-        if not (folder / "config.json").is_file():
-            raise JobError(
-                f"there is no config.json in {str(folder)!r}: give a folder that save_pretrained wrote (culm.hf "
-                "downloads nothing; huggingface-cli download does)"
-            )
-        skeleton = _empty_model(AutoConfig.from_pretrained(folder), task, dtype)
+        try:
+            config = AutoConfig.from_pretrained(folder)
+        except (OSError, ValueError) as error:
+            raise JobError(f"the config.json in {str(folder)!r} cannot be used: {str(error).splitlines()[0]}") from None
+        skeleton = _empty_model(config, task, dtype)
         return skeleton, open_folder(folder, skeleton)
     if isinstance(model, PreTrainedConfig):
         return _empty_model(model, task, dtype), NoWeights()
+    if isinstance(model, type):
+        raise JobError(
+            f"culm.hf.parts got the class {model.__name__}: pass an object, as in {model.__name__}(...), or a folder "
+            "that save_pretrained wrote"
+        )
     raise JobError(
         f"culm.hf.parts got a {type(model).__name__}: pass a transformers model, a folder that save_pretrained wrote, "
         "or a config"
@@ -125,15 +156,14 @@ def _empty_model(config: Any, task: str, dtype: torch.dtype) -> Any:
     import transformers
     from transformers.initialization import no_init_weights
 
-    if task not in _AUTO_CLASSES:
-        raise JobError(f"culm.hf.parts got the task {task!r}: use one of {', '.join(_AUTO_CLASSES)}")
     auto = getattr(transformers, _AUTO_CLASSES[task])
     try:
         with no_init_weights(), parameters_on_meta():
             model = auto.from_config(config, dtype=dtype)
             model.tie_weights()
     except ValueError as error:
-        raise JobError(f"{type(config).__name__} is not a model for {task!r}{message_suffix(error)}") from None
+        text = str(error).splitlines()[0].split(" for this kind of AutoModel")[0]
+        raise JobError(f"{type(config).__name__} is not a model for {task!r}: {text}") from None
     return make_skeleton(model)
 
 
@@ -148,13 +178,12 @@ def _task_of(model: nn.Module) -> Any:
     return found
 
 
-def _freeze(skeleton: nn.Module, beginnings: Sequence[str]) -> None:
+def _freeze(skeleton: nn.Module, given: str | Sequence[str]) -> None:
+    beginnings = (given,) if isinstance(given, str) else given
     names = [name for name, _ in skeleton.named_parameters()]
     for beginning in beginnings:
         matched = [n for n in names if n == beginning or n.startswith(f"{beginning}.")]
         if not matched:
-            from difflib import get_close_matches
-
             parents = {".".join(n.split(".")[:k]) for n in names for k in range(1, n.count(".") + 2)}
             close = get_close_matches(beginning, sorted(parents), n=3) or sorted(parents, key=len)[:3]
             raise JobError(f"freeze has {beginning!r}, which the model does not have: did you mean {', '.join(close)}?")
@@ -162,8 +191,17 @@ def _freeze(skeleton: nn.Module, beginnings: Sequence[str]) -> None:
             skeleton.get_parameter(name).requires_grad_(False)
 
 
-def _input_names(skeleton: Any, inputs: Sequence[str]) -> tuple[str, ...]:
-    names = tuple(inputs) or (skeleton.main_input_name,)
+def _input_names(skeleton: Any, inputs: str | Sequence[str]) -> tuple[str, ...]:
+    names = ((inputs,) if isinstance(inputs, str) else tuple(inputs)) or (skeleton.main_input_name,)
+    known = tuple(inspect.signature(skeleton.forward).parameters)
+    for name in names:
+        if name not in known:
+            close = get_close_matches(name, known, n=1) or [skeleton.main_input_name]
+            raise JobError(
+                f"inputs has {name!r}, which {type(skeleton).__name__} does not take: did you mean {close[0]!r}?"
+            )
+    if skeleton.main_input_name not in names:
+        raise JobError(f"inputs has {', '.join(names)} and not {skeleton.main_input_name!r}: add it")
     if skeleton.config.is_encoder_decoder and "decoder_input_ids" not in names:
         names = (*names, "decoder_input_ids")
     return names
@@ -276,12 +314,13 @@ def _tied(model: HfModel) -> list[tuple[str, ...]]:
     return [tuple(names) for names in groups.values() if len(names) > 1]
 
 
-def _report_missing(model: HfModel, folder: Path | None) -> None:
+def _report_missing(model: HfModel, folder: Path | None, new: Set[str]) -> None:
+    """`new`: tensors of an adapter that was added, which no folder has."""
     if folder is None:
         return
     for factory in model.layers:
         for name in factory.tensor_names():
-            if model.stored_name(name) is None:
+            if name not in new and model.stored_name(name) is None:
                 _log.warning("%s is not in %s: it is newly initialised", name, folder)
     for name in getattr(model.source, "unused", ()):
         _log.warning("%s in %s is not used: the model has no such tensor", name, folder)
@@ -300,7 +339,11 @@ def _collate(skeleton: Any, task: str, inputs: tuple[str, ...]) -> Collate:
     if config.is_encoder_decoder:
         start = getattr(config, "decoder_start_token_id", None)
         start = pad if start is None else start
-    return Collate(inputs, pad, getattr(config, "vocab_size", None), task == "causal-lm", start)
+    vocab = getattr(config, "vocab_size", None)
+    classes = vocab
+    if task.endswith("classification"):
+        classes = config.num_labels if config.num_labels > 1 and config.problem_type in (None, _ONE_LABEL) else None
+    return Collate(inputs, pad, vocab, classes, task == "causal-lm", start)
 
 
 def _files(skeleton: Any, folder: Path | None, tokenizer: Any, adapters: Mapping[str, bytes]) -> dict[str, bytes]:

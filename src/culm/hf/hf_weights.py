@@ -95,11 +95,11 @@ class FileWeights:
         return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
 
     def _read_stored(self, stored: str) -> Tensor:
-        from safetensors import SafetensorError, safe_open
+        from safetensors import SafetensorError
 
         path = str(Path(self.folder) / self.files[stored])
         try:
-            with safe_open(path, framework="pt") as file:
+            with _open_file(Path(path)) as file:
                 tensor: Tensor = file.get_tensor(stored)
                 return tensor
         except (SafetensorError, OSError) as error:
@@ -113,6 +113,7 @@ def open_folder(folder: Path, model: Any) -> FileWeights:
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     files = _stored_files(folder)
+    shapes = _stored_shapes(folder, files)
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -131,6 +132,9 @@ def open_folder(folder: Path, model: Any) -> FileWeights:
         keys.setdefault(name, []).append((stored, pattern or stored))
         converter_of[name] = by_pattern[pattern] if pattern is not None else None
     groups = {name: _StoredGroup(tuple(stored), converter_of[name]) for name, stored in keys.items()}
+    for name, group in groups.items():
+        if group.converter is None:
+            check_shape(name, shapes[group.keys[0][0]], known[name].shape)
     group_of: dict[str, str] = {}
     for first, group in groups.items():
         targets: list[str] = group.converter.target_patterns if group.converter is not None else []
@@ -151,12 +155,54 @@ def _stored_files(folder: Path) -> dict[str, str]:
         found: dict[str, str] = json.loads(index.read_text())["weight_map"]
         return found
     single = folder / "model.safetensors"
+    if not single.is_file() and next(folder.glob("pytorch_model*.bin"), None) is not None:
+        raise JobError(
+            f"the weights in {str(folder)!r} are pytorch_model.bin, which cannot be read tensor by tensor: load the "
+            "model with from_pretrained, and save it with save_pretrained"
+        )
     if not single.is_file():
         raise JobError(
             f"{str(folder)!r} has no model.safetensors and no model.safetensors.index.json: save the model with "
             "save_pretrained(folder, safe_serialization=True)"
         )
-    from safetensors import safe_open
-
-    with safe_open(str(single), framework="pt") as file:
+    with _open_file(single) as file:
         return dict.fromkeys(file.keys(), single.name)
+
+
+def _stored_shapes(folder: Path, files: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+    """The shape of each stored tensor, from the headers of the files. Raises JobError for a file that is missing, or
+    that lacks a tensor which the index assigns to it."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name in sorted(set(files.values())):
+        if not (folder / name).is_file():
+            raise JobError(
+                f"{str(folder)!r} has no file {name!r}, which model.safetensors.index.json names: copy the whole folder"
+            )
+        with _open_file(folder / name) as file:
+            held = set(file.keys())
+            for stored in (stored for stored, where in files.items() if where == name):
+                if stored not in held:
+                    raise JobError(
+                        f"{str(folder / name)!r} has no tensor {stored!r}, which model.safetensors.index.json names: "
+                        "save the model again"
+                    )
+                shapes[stored] = tuple(file.get_slice(stored).get_shape())
+    return shapes
+
+
+def _open_file(path: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(str(path), framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise JobError(f"the weights in {str(path)!r} cannot be read: {error}") from None
+
+
+def check_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    """Raises JobError for a tensor of another shape than the model's."""
+    if tuple(found) != tuple(wanted):
+        raise JobError(
+            f"the tensor {name!r} has shape {tuple(found)} in the weights and {tuple(wanted)} in the model: the config "
+            "does not belong to these weights"
+        )

@@ -26,9 +26,9 @@ class HeadLaunch(msgspec.Struct, frozen=True):
     job: str
     """Its name on the head, as for `culm attach`."""
     head: str
-    """As ssh understands it: [USER@]HOST."""
+    """As ssh understands it: [USER@]HOST; or a Pod, as in pod/NAME."""
     ssh: tuple[str, ...]
-    """The ssh command and its options."""
+    """The command that reaches it, ssh or kubectl, and its options."""
     program: tuple[str, ...]
     """The command that runs culm on the head."""
     started_at: float

@@ -22,6 +22,8 @@ class LaunchOrder(msgspec.Struct, frozen=True, kw_only=True):
     """The kinds of machines that may be used, each as a request for one machine."""
     max_price: float | None = None
     """Most dollars per hour of one machine; None: no limit."""
+    price: float | None = None
+    """Dollars per hour of a machine, as the user says; None: as the provider says."""
     address: str = ""
     """Where machines reach the store that is started for the launch; empty: it is found."""
     port: int = 0

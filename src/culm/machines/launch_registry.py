@@ -98,7 +98,9 @@ def is_registered(folder: Path) -> bool:
 
 def provider_settings(order: LaunchOrder, folder: Path) -> ProviderSettings:
     """How the provider of a launch is opened."""
-    return ProviderSettings(launch=order.launch, folder=str(folder / "provider"), options=order.options)
+    return ProviderSettings(
+        launch=order.launch, folder=str(folder / "provider"), options=order.options, price=order.price
+    )
 
 
 def known_launches() -> list[FoundLaunch]:

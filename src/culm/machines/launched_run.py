@@ -15,7 +15,7 @@ from culm.machines.head_store import head_etcd, head_token, open_head_folder
 from culm.machines.join_token import encode_token, read_token
 from culm.machines.launch_registry import RegisteredLaunch, provider_settings
 from culm.machines.machine_fleet import MachineFleet, tear_down
-from culm.machines.machine_provider import LaunchSpec
+from culm.machines.machine_provider import LaunchSpec, known_prices
 from culm.machines.machine_provider_registry import open_machine_provider
 from culm.market.rental_cost import rental_terms
 from culm.plan.rent.fleet_decision import FleetDecision, FleetLimits, NodeOffers, decide_fleet
@@ -104,8 +104,9 @@ class LaunchedRun:
                 continue
             decided = decision
             wanted = 0 if decision.stop else min(decision.on_demand, run.setup.nodes)
-            for report in controller.set_on_demand(wanted, decision.why):
-                self._on_line(report.text)
+            if any(offer.request.market == "spot" for offer in controller.target.offers):  # else there is no choice
+                for report in controller.set_on_demand(wanted, decision.why):
+                    self._on_line(report.text)
             run.report_fleet(decision)
 
     def _report_prices(self, run: RunHandle, machines: Iterable[Machine]) -> None:
@@ -136,11 +137,7 @@ class LaunchedRun:
             grace_s=order.grace_s,
             abandon_after_s=order.abandon_after_s,
             environment=order.environment,
-            prices={
-                (each.request.instance, each.request.market, each.request.zone): each.price_per_h
-                for each in offers
-                if each.price_per_h
-            },
+            prices=known_prices((each.request, each.price_per_h) for each in offers),
         )
 
     async def end_machines(self) -> None:

@@ -8,7 +8,7 @@ ones unless its engine does so by itself: `fleet_controller` decides, `machine_f
 from __future__ import annotations
 
 import shlex
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, NamedTuple, Protocol, TypeAlias
 
@@ -122,6 +122,13 @@ class LaunchSpec:
         return shlex.join(self.agent_command(request, zone=zone))
 
 
+def known_prices(
+    offers: Iterable[tuple[MachineRequest, float | None]],
+) -> dict[tuple[str, str, str], float]:
+    """The prices of a LaunchSpec, from requests and what such a machine costs."""
+    return {(request.instance, request.market, request.zone): price for request, price in offers if price is not None}
+
+
 @dataclass(frozen=True, kw_only=True)
 class ProviderSettings:
     """How to open a provider: all that is needed to find and remove the machines of a launch later."""
@@ -132,6 +139,8 @@ class ProviderSettings:
     """An existing folder of this launch on this machine, readable by its owner only, for files of the provider."""
     options: Mapping[str, str] = field(default_factory=dict)
     """Options of this provider, as given with --option NAME=VALUE."""
+    price: float | None = None
+    """Dollars per hour of a machine, as the user says; None: as the provider says."""
 
 
 class MachineProvider(Protocol):

@@ -7,8 +7,10 @@ import importlib
 import sys
 from typing import cast
 
+import msgspec
+
 from culm.errors import USER_EXCEPTIONS, UsageError, message_suffix
-from culm.machines.machine_provider import MachineProvider, ProviderSettings
+from culm.machines.machine_provider import Machine, MachineProvider, MachineRequest, ProviderSettings
 
 _PROVIDERS = {
     "local": "culm.machines.engines.local_machines:LocalMachines",
@@ -58,4 +60,20 @@ def open_machine_provider(name: str, settings: ProviderSettings) -> MachineProvi
         if option not in found.options:
             known = ", ".join(found.options) or "none"
             raise UsageError(f"--option {option}: {name} has no such option, the known ones are {known}")
-    return found(settings)
+    return (found if settings.price is None else _at_price(found, settings.price))(settings)
+
+
+def _at_price(provider: type[MachineProvider], usd_per_h: float) -> type[MachineProvider]:
+    """The provider whose machines all cost so much."""
+
+    class PricedMachines(provider):  # type: ignore[valid-type, misc]
+        """Machines at a price that the user knows."""
+
+        def price(self, request: MachineRequest) -> float | None:
+            del request
+            return usd_per_h
+
+        async def machines(self) -> list[Machine]:
+            return [msgspec.structs.replace(each, price_per_h=usd_per_h) for each in await super().machines()]
+
+    return PricedMachines

@@ -1,4 +1,5 @@
-"""A head: a machine that stays up, on which a launch has its store and its supervisor, reached with ssh.
+"""A head: a machine that stays up, on which a launch has its store and its supervisor, reached with ssh, or a Pod of
+Kubernetes, reached with kubectl.
 
 The launching machine sends the job's files and the arguments of `culm launch` to `culm head receive` on the head, which
 runs that command there, detached. From then on the head does not need the launching machine.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -23,7 +25,7 @@ from culm.errors import RunError, UsageError
 from culm.machines.head_registry import HeadLaunch
 from culm.machines.job_archive import JobArchive, unpack_job
 from culm.machines.launch_registry import is_registered, launches_folder
-from culm.machines.ssh_command import SSH_FAILED
+from culm.machines.ssh_command import SSH_FAILED, check_address, ssh_command
 from culm.providers.advertised_address import LOOPBACK, default_address
 
 _NOT_FOUND = 127
@@ -45,6 +47,22 @@ class HeadOrder(msgspec.Struct, frozen=True):
     """FILE[:function], relative to the top folder of the archive."""
     arguments: tuple[str, ...]
     """The further arguments of `culm launch`."""
+
+
+def head_command(address: str, given: str | None) -> tuple[str, ...]:
+    """The command that reaches a head, with its options. Raises UsageError for an address or a command that is none."""
+    if is_pod(address):
+        try:
+            return tuple(shlex.split(given or "") or ["kubectl"])
+        except ValueError as error:
+            raise UsageError(f"--head-ssh is {given!r}: {error}") from None
+    check_address(address, "--head")
+    return tuple(ssh_command(given, "--head-ssh"))
+
+
+def is_pod(address: str) -> bool:
+    """Whether a head is a Pod, as in pod/culm-head-0."""
+    return re.fullmatch(r"pod/[a-z0-9]([a-z0-9.-]*[a-z0-9])?", address) is not None
 
 
 def check_head(head: HeadLaunch) -> None:
@@ -112,7 +130,7 @@ def _own_address(order: HeadOrder) -> list[str]:
 def show_on_head(head: HeadLaunch, arguments: Sequence[str]) -> int:
     """Run a command of culm on a head in this terminal, and return its exit code. Raises RunError."""
     on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    status = subprocess.call(_remote(head, arguments, *(["-t"] if on_terminal else [])))
+    status = subprocess.call(_remote(head, arguments, terminal=on_terminal))
     if status == SSH_FAILED:
         raise RunError(f"the head {head.head} cannot be reached; the run goes on there")
     return status
@@ -147,5 +165,9 @@ def _talk(head: HeadLaunch, arguments: Sequence[str]) -> tuple[int, str, str]:
     return done.returncode, done.stdout, lines[-1] if lines else "the connection has ended"
 
 
-def _remote(head: HeadLaunch, arguments: Sequence[str], *options: str) -> list[str]:
-    return [*head.ssh, *options, head.head, shlex.join([*head.program, *arguments])]
+def _remote(head: HeadLaunch, arguments: Sequence[str], *, terminal: bool = False) -> list[str]:
+    """The command that runs a command of culm on a head."""
+    line = shlex.join([*head.program, *arguments])
+    if is_pod(head.head):
+        return [*head.ssh, "exec", "--stdin", *["--tty"] * terminal, head.head, "--", "sh", "-c", line]
+    return [*head.ssh, *["-t"] * terminal, head.head, line]

@@ -33,6 +33,7 @@ from culm.errors import USER_EXCEPTIONS, CulmError, RunError, message_suffix
 from culm.job import Job, absolute_reference
 from culm.market.rental_cost import RentalTerms
 from culm.providers.kill_injection import ProcessTable
+from culm.providers.process_title import set_process_title
 from culm.providers.run_store import StoreLocation
 from culm.transport.frames.encryption_policy import EncryptionPolicy
 
@@ -82,6 +83,8 @@ class StartNode(msgspec.Struct, frozen=True, tag="start"):
     """Number of workers on this machine."""
     workers_per_node: int = 1
     run: int = 0
+    title: str = ""
+    """The name of the job in process titles; empty: as in the store."""
     kills: tuple[str, ...] = ()
     """Kills that the nodes of the run inject themselves."""
     zone: str = ""
@@ -368,6 +371,7 @@ def to_exception(failure: LoadFailed) -> CulmError:
 def main(descriptor: int, table_descriptor: int) -> None:
     """The fork server process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles Ctrl-C
+    set_process_title("fork server")
     for stream in (sys.stdout, sys.stderr):  # one write per line, so that lines of different nodes are not mixed
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)

@@ -17,10 +17,10 @@ class ForkServerProcess:
     """
 
     def __init__(self, *, stdout: int | None = None, stderr: int | None = None) -> None:
-        self.pipe, theirs = Pipe()
+        self.pipe, child_end = Pipe()
         self.table_descriptor = os.memfd_create("culm-processes")
         """Memory of the ProcessTable."""
-        passed = [theirs.fileno(), self.table_descriptor]
+        passed = [child_end.fileno(), self.table_descriptor]
         self.process = subprocess.Popen(
             # Unbuffered: output of a node that is killed must not be lost.
             [sys.executable, "-u", "-m", "culm.providers.fork_server", *map(str, passed)],
@@ -31,4 +31,4 @@ class ForkServerProcess:
             stderr=stderr,
             env=environment_without_secrets(),
         )
-        theirs.close()
+        child_end.close()

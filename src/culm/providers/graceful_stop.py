@@ -52,4 +52,6 @@ def interrupted_message(out: str | None) -> str:
     steps = saved_checkpoint_steps(out) if out is not None else []
     if steps:
         return f"interrupted; {steps[-1]} steps are saved: continue with --resume {out}"
-    return "interrupted before the first checkpoint: --checkpoint-every N with --out saves one every N steps"
+    if out is not None:
+        return f"interrupted before the first checkpoint was written to {out}"
+    return "interrupted before the first checkpoint: with --out FOLDER a run writes one when it is interrupted"

@@ -58,16 +58,16 @@ class HookProcess:
 
     def __init__(self, job: Job) -> None:
         agent = os.getpid()
-        self._pipe, theirs = Pipe()
+        self._pipe, child_end = Pipe()
 
         def child() -> None:
             self._pipe.close()
             set_parent_death_signal(agent)
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-            HookServer(theirs, job).serve()
+            HookServer(child_end, job).serve()
 
         self._pid = fork(child)
-        theirs.close()
+        child_end.close()
         self._outgoing: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_result: OnHookResult | None = None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
+import math
+from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from culm.cluster.run_setup import JobReference, RunSetup, decode_job_reference, decode_setup
+from culm.cluster.run_setup import JobReference, RunSetup, decode_job_reference, decode_result, decode_setup
 from culm.cluster.store.node_numbers import allocate_node_numbers
 from culm.errors import RunError
 from culm.machines.job_archive import archive_cache, unpack_job
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 _MAX_REJOINS_OF_MACHINE = 20
 """How often a machine rejoins: a worker that fails this often will fail again."""
+_RESULT_TIMEOUT_S = 5.0
+_REMIND_S = 30.0
 
 
 class RunParticipant:
@@ -61,6 +64,11 @@ class RunParticipant:
         self._machine, self._idle_timeout_s = machine, idle_timeout_s
         self._node: int | None = None
         self._leaving = False
+        self._wanted = 0
+        """How many nodes the run should have."""
+        self._end = ""
+        """Why the run has ended, as the end of a sentence."""
+        self._has_ended = asyncio.Event()
 
     async def run(self, path: tuple[str, ...]) -> None:
         """Join the run, and rejoin as a new node after every loss. `path`: sys.path for the import of the job.
@@ -72,29 +80,69 @@ class RunParticipant:
         for _ in range(_MAX_REJOINS_OF_MACHINE):
             if not await self._start_node():
                 return
-            watching = asyncio.create_task(self._report_layers(self._node or 0))
+            watching = asyncio.create_task(self._report(self._node or 0))
             try:
                 status = (await self._provider.wait_for_exit()).status
+                if status == 0 and not self._leaving:
+                    await self._wait_for_end()
             finally:
                 watching.cancel()
                 await asyncio.gather(watching, return_exceptions=True)
             if status == 0 or self._leaving:
-                self._print(f"node {self._node} has left job {self._store_location.job}")
+                self._print(f"node {self._node} has left job {self._store_location.job}{self._end}")
                 return
             if status != EXIT_REJOIN and status > 0:  # below zero: killed by a signal, and the machine can rejoin
                 raise RunError(f"node {self._node} ended with status {status}: see its output above")
             self._print(f"the run went on without node {self._node}: this machine rejoins as a new node")
         raise RunError(f"this machine was lost {_MAX_REJOINS_OF_MACHINE} times: see the output of its worker")
 
-    async def _report_layers(self, node: int) -> None:
-        """Report the layers that a node holds whenever they change."""
+    async def _wait_for_end(self) -> None:
+        """Wait a moment for the reason of the end, which the node may have seen before this process."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_RESULT_TIMEOUT_S):
+                await self._has_ended.wait()
+
+    async def _report(self, node: int) -> None:
+        """Report what a node waits for, the layers that it holds, and how the run has ended."""
+        async with open_etcd_store(self._store_location, RealClock()) as store, asyncio.TaskGroup() as tasks:
+            waiting = tasks.create_task(self._report_joined(store, node))
+            tasks.create_task(self._note_result(store))
+            await self._report_layers(store, node, waiting)
+
+    async def _report_joined(self, store: Store, node: int) -> None:
+        """Report how many nodes have joined, from the registration of this one until the run begins: at once, when all
+        are there, and at most every half minute in between."""
+        there: set[str] = set()
+        loop, said_at = asyncio.get_running_loop(), -math.inf
+        async with aclosing(store.watch("nodes/")) as changes:
+            async for key, value in changes:
+                (there.discard if value is None else there.add)(key)
+                is_due = len(there) >= self._wanted or loop.time() - said_at >= _REMIND_S
+                if f"nodes/{node}" in there and is_due:
+                    said_at = loop.time()
+                    missing = "" if len(there) >= self._wanted else "; the run waits for the others"
+                    self._print(f"node {node} has joined: {len(there)} of {self._wanted} nodes are there{missing}")
+
+    async def _note_result(self, store: Store) -> None:
+        """Note why the run has ended."""
+        async with aclosing(store.watch("result")) as changes:
+            async for key, value in changes:
+                if key == "result" and value is not None:
+                    result = decode_result(value)
+                    self._end = f": the run has ended: {result.message}" if result.error else ": the run has ended"
+                    self._has_ended.set()
+                    return
+
+    async def _report_layers(self, store: Store, node: int, waiting: asyncio.Task[None]) -> None:
+        """Report the layers that a node holds whenever they change. `waiting` ends when the run begins."""
         held = ""
         leaving: asyncio.TimerHandle | None = None
-        async with open_etcd_store(self._store_location, RealClock()) as store:
-            async for _, value in store.watch("epoch"):
+        async with aclosing(store.watch("epoch")) as changes:
+            async for _, value in changes:
                 epoch = None if value is None else messages.decode(value)
                 if not isinstance(epoch, Epoch):
                     continue
+                waiting.cancel()
                 if (now := _describe_slot(epoch, node)) != held:
                     held = now
                     self._print(f"node {node} {held} since epoch {epoch.number}")
@@ -118,7 +166,7 @@ class RunParticipant:
 
     async def _check_job(self, path: tuple[str, ...]) -> None:
         """Wait for the job, import it, and compare it with that of the run."""
-        async with open_etcd_store(self._store_location, RealClock(), self._print) as store:
+        async with open_etcd_store(self._store_location, RealClock()) as store:
             job = await self._wait_for_job(store)
             reference, path = await self._find_files(store, job, path)
         self._fork_server.send_command(CheckJob(JobSource(reference, job.overrides, path=path), job.identity))
@@ -153,12 +201,13 @@ class RunParticipant:
 
     async def _start_node(self) -> bool:
         """Start a node with a new number. Returns False if the run has ended."""
-        async with open_etcd_store(self._store_location, RealClock(), self._print) as store:
+        async with open_etcd_store(self._store_location, RealClock()) as store:
             setup = await store.get("setup")
             if setup is None or await store.get("result") is not None:
                 self._print(f"job {self._store_location.job} has ended")
                 return False
             decoded = decode_setup(setup)
+            self._wanted = decoded.nodes
             await check_shared_folder(store, decoded.out, RealClock())
             self._adopt_setup(decoded)
             (self._node,) = await allocate_node_numbers(store)

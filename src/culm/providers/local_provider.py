@@ -41,6 +41,7 @@ from culm.providers.provider import NodeExit, describe_exit
 from culm.providers.run_handle import RunHandle
 from culm.providers.run_store import StoreLocation, open_job_in_etcd, open_launcher_store
 from culm.providers.shared_folder import check_shared_folder
+from culm.providers.supervisor.run_registry import registry_name
 from culm.runtime.clock import RealClock
 
 if TYPE_CHECKING:
@@ -215,6 +216,7 @@ async def local_run(
             workers_on_host=setup.workers,
             workers_per_node=K,
             run=number,
+            title=registry_name(config.job_name, source.reference),
             kills=setup.kills,
             restarts_workers=setup.restarts_workers,
             runs_hooks=setup.runs_hooks,

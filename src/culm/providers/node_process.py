@@ -9,7 +9,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from multiprocessing import Pipe
 from typing import TYPE_CHECKING
@@ -39,7 +39,10 @@ if TYPE_CHECKING:
     from culm.cluster.store.store import Store
     from culm.job import Job
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+_MAX_ARENAS = 2
+"""Heaps of a process. By default glibc creates eight per core, whenever a thread starts while others run: every loss
+starts a few, so that a process that survives many would grow for hours."""
 _MAX_MMAP_THRESHOLD = 32 << 20
 """Largest M_MMAP_THRESHOLD that glibc accepts, in bytes."""
 
@@ -47,9 +50,13 @@ _MAX_MMAP_THRESHOLD = 32 << 20
 def run_node(job: Job, command: StartNode, process_table: ProcessTable) -> None:
     """Run the agent process of a node to its end. SIGTERM is blocked until the agent waits for it as a notice. It stays
     blocked in the workers, which run until their agent ends them."""
+    # Objects imported before the fork are never freed: collecting them, here and in the workers, would only copy their
+    # pages.
+    gc.freeze()
+    _set_malloc_options({_M_ARENA_MAX: _MAX_ARENAS})
     clock = RealClock(KillInjector(command.kills, process_table))
     hooks = HookProcess(job) if command.runs_hooks else None
-    set_process_title("agent", command.store.job, command.node)
+    set_process_title("agent", command.title or command.store.job, command.node)
 
     def worker_main(index: int, address: str) -> None:
         _run_worker(job, command, index, address, clock)
@@ -98,17 +105,17 @@ def _run_with_forked_workers(
 
 def _fork_worker(worker_main: WorkerMain) -> tuple[int, Connection]:
     """Fork a worker that waits for the address of its agent. Returns its process id and the pipe for the address."""
-    ours, theirs = Pipe()
+    parent_end, child_end = Pipe()
     agent = os.getpid()
 
     def child() -> None:
-        ours.close()
+        parent_end.close()
         set_parent_death_signal(agent)
-        _wait_for_address(theirs, worker_main)
+        _wait_for_address(child_end, worker_main)
 
     process = fork(child)
-    theirs.close()
-    return process, ours
+    child_end.close()
+    return process, parent_end
 
 
 def _wait_for_address(pipe: Connection, worker_main: WorkerMain) -> None:
@@ -175,7 +182,7 @@ def _print_warning(node: int, sentence: str) -> None:
 def _run_worker(job: Job, order: StartNode, index: int, address: str, clock: RealClock) -> None:
     import torch
 
-    set_process_title("worker", order.store.job, order.node)
+    set_process_title("worker", order.title or order.store.job, order.node)
     # Only the fork server needs the NVML check: it takes milliseconds, and optimizers ask for GPUs in every step.
     os.environ.pop(NVML_CHECK_VARIABLE, None)
     if job.device == "cpu":
@@ -193,12 +200,20 @@ def _run_worker(job: Job, order: StartNode, index: int, address: str, clock: Rea
         transport = _transport(order, look_out=_busy_wait_s(order.workers_on_host))
         try:
             K = order.workers_per_node
-            await Worker(job, order.node * K + index, address, transport, clock, workers_per_node=K).run()
+            worker = Worker(
+                job,
+                order.node * K + index,
+                address,
+                transport,
+                clock,
+                workers_per_node=K,
+                workers_on_host=order.workers_on_host,
+                free_memory=gc.collect,
+            )
+            await worker.run()
         finally:
             await transport.close()
 
-    # Objects imported before the fork are never freed: collecting them would only copy their pages.
-    gc.freeze()
     try:
         asyncio.run(main())
     except DeviceFailed as error:
@@ -226,11 +241,16 @@ def _busy_wait_s(workers_on_host: int) -> float:
 
 def _keep_freed_memory() -> None:
     """Let the allocator keep freed memory for the next micro-batch instead of returning it to the kernel, which costs
-    5 to 10 % of the time of a layer of width 256. Only glibc has these switches."""
+    5 to 10 % of the time of a layer of width 256."""
+    _set_malloc_options({_M_TRIM_THRESHOLD: -1, _M_MMAP_THRESHOLD: _MAX_MMAP_THRESHOLD})
+
+
+def _set_malloc_options(options: Mapping[int, int]) -> None:
+    """Set options of the allocator. Only glibc has them."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(_M_TRIM_THRESHOLD, -1)
-        mallopt(_M_MMAP_THRESHOLD, _MAX_MMAP_THRESHOLD)
+        for option, value in options.items():
+            mallopt(option, value)
 
 
 async def _wait_for_exit(pid: int) -> None:

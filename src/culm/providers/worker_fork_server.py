@@ -28,15 +28,15 @@ class WorkerForkServer:
 
     def __init__(self, worker_main: WorkerMain) -> None:
         agent = os.getpid()
-        self._pipe, theirs = Pipe()
+        self._pipe, child_end = Pipe()
 
         def child() -> None:
             self._pipe.close()
             set_parent_death_signal(agent)
-            _serve(theirs, worker_main)
+            _serve(child_end, worker_main)
 
         fork(child)
-        theirs.close()
+        child_end.close()
 
     async def run_worker(self, address: str) -> str | None:
         """Start a new worker and wait for its end. If cancelled, kill it and wait for its end."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from culm.plan.recover.recovery_plan import produced_tensor, required_tensor
@@ -36,16 +36,15 @@ class CompiledOp:
     splits_backward: bool = False
     """For an F: whether this worker splits the backward into I and W."""
 
-    @property
-    def work_name(self) -> str:
-        """Its segment and kind, as in 2F: actions of one name take the same time."""
-        kind = self.action.kind
-        return f"{self.action.segment}{kind.value}"
+    work_name: str = field(init=False)
+    """Its segment and kind, as in 2F: actions of one name take the same time."""
+    reads_data: bool = field(init=False)
+    """Whether it is an F that needs the input or the target of its micro-batch."""
 
-    @property
-    def reads_data(self) -> bool:
-        """Whether it is an F that needs the input or the target of its micro-batch."""
-        return self.action.kind is Kind.F and (self.action.segment == 0 or self.segment.is_last)
+    def __post_init__(self) -> None:
+        kind, segment = self.action.kind, self.action.segment
+        self.work_name = f"{segment}{kind.value}"
+        self.reads_data = kind is Kind.F and (segment == 0 or self.segment.is_last)
 
 
 def compile_ops(plan: Plan, epoch: Epoch, slot: int, segments: Mapping[int, Segment]) -> list[CompiledOp]:

@@ -141,8 +141,10 @@ class Executor:
         self.current_action = step, op
         outputs: Sequence[Tensor | None] = ()
         was_compiled = kind is Kind.F and self._compiles and op.segment not in self._compiled_segments
-        if kind is Kind.F:
-            outputs = await self._run_forward(step, micro, op, inputs)
+        if was_compiled:
+            outputs = await self._compile_and_run_forward(step, micro, op, inputs)
+        elif kind is Kind.F:
+            outputs = self._forward(step, micro, op, inputs)
         elif kind is Kind.B:
             outputs = op.segment.backward(step, micro, inputs)
         elif kind is Kind.I:
@@ -188,11 +190,9 @@ class Executor:
             self._state.discard_action(step, op.action.segment, op.action.micro, clears_sum=clears_sum)
         return step, op.label
 
-    async def _run_forward(self, step: int, micro: int, op: CompiledOp, inputs: Activations) -> Activations:
-        """F. The first one of a compiled segment runs in a thread: it compiles, and a worker that sends no heartbeat
-        for that long is taken for hung. A caller that is cancelled waits for the thread, which changes the tapes."""
-        if not self._compiles or op.segment in self._compiled_segments:
-            return self._forward(step, micro, op, inputs)
+    async def _compile_and_run_forward(self, step: int, micro: int, op: CompiledOp, inputs: Activations) -> Activations:
+        """The first F of a compiled segment. It runs in a thread: it compiles, and a worker that sends no heartbeat for
+        that long is taken for hung. A caller that is cancelled waits for the thread, which changes the tapes."""
         self._compiled_segments.append(op.segment)
         self._compiling = True
         running = asyncio.ensure_future(self._clock.run_in_thread(self._forward_in_thread, step, micro, op, inputs))

@@ -32,6 +32,7 @@ class SegmentGradientReducer:
         """By segment and slots of its runners."""
         self._reduce_tasks: dict[tuple[int, int], asyncio.Task[None]] = {}
         """By step and segment."""
+        self._sending: set[asyncio.Task[None]] = set()
 
     async def join_groups(self) -> None:
         """Create a group with the runners of each segment: those of the plan and, where they differ, those of the
@@ -50,6 +51,7 @@ class SegmentGradientReducer:
             return
         for group in self._groups.values():  # one at a time, at all workers in the same order: NCCL connects in threads
             await group.join()
+        sums.kept.abort_rest()
 
     @property
     def is_connecting(self) -> bool:
@@ -64,7 +66,7 @@ class SegmentGradientReducer:
 
     def close(self) -> None:
         """Cancel all reduces and leave the groups. Called when the epoch ends."""
-        for task in self._reduce_tasks.values():
+        for task in (*self._reduce_tasks.values(), *self._sending):
             task.cancel()
         for group in self._groups.values():
             group.close()
@@ -102,37 +104,65 @@ class SegmentGradientReducer:
         if len(runners) > 1:
             reduced = await self._all_reduce(self._groups[g, runners], totals, metadata)
         else:
-            reduced = await self._copy_sums(totals) if self._epoch.keeps_outputs else []
+            reduced = self._copy_sums(totals, metadata)
         self._state.open_step(step).loaded_segments.add(g)
-        self._store_reduced(step, g, GradientSum(reduced, metadata))
-        for slot in self._receiver_slots(step, g, runners):
+        self._store_reduced(step, g, reduced)
+        receivers = self._receiver_slots(step, g, runners)
+        if receivers and not reduced.event.is_complete():
+            sending = asyncio.create_task(self._send_when_copied(step, g, receivers))
+            self._sending.add(sending)
+            sending.add_done_callback(self._on_sent)
+            return
+        for slot in receivers:
             self.send_reduced_gradient(step, g, slot)
 
-    async def _copy_sums(self, totals: Sequence[Tensor]) -> list[Tensor]:
-        """Copies of sums in host memory."""
-        synchronous = self._copies.is_synchronous
-        return [total.clone() for total in totals] if synchronous else await self._copies.read(totals)
+    async def _send_when_copied(self, step: int, g: int, receivers: Sequence[int]) -> None:
+        """Send a complete sum once it is in host memory. The step does not wait for that."""
+        frame = self._sum_frame(step, g)  # now: the step may be committed meanwhile
+        await self._state.open_step(step).reduced_gradients[g].event.wait()
+        for slot in receivers:
+            self._context.send(slot, step, reduced_frame_name(g), frame)
 
-    async def _all_reduce(self, group: Group, totals: Sequence[Tensor], metadata: Tensor) -> list[Tensor]:
+    def _on_sent(self, task: asyncio.Task[None]) -> None:
+        self._sending.discard(task)
+        if not task.cancelled():
+            task.exception()  # of the device, which the next wait for it raises, too
+
+    def _copy_sums(self, totals: Sequence[Tensor], metadata: Tensor) -> GradientSum:
+        """What is kept of a sum that only this worker has a part in. On a device the sums are cloned there, because
+        they are divided in place before they are in host memory."""
+        if not self._epoch.keeps_outputs:
+            return GradientSum([], metadata)
+        clones = [total.clone() for total in totals]
+        return GradientSum(clones, metadata) if self._copies.is_synchronous else self._queue_copies(clones, metadata)
+
+    def _queue_copies(self, sums: Sequence[Tensor], metadata: Tensor) -> GradientSum:
+        """Copy sums to host memory, for which the step does not wait."""
+        copy = self._copies.to_host(sums, later=True)
+        return GradientSum([value for value in copy.tensors if value is not None], metadata, copy.event)
+
+    async def _all_reduce(self, group: Group, totals: Sequence[Tensor], metadata: Tensor) -> GradientSum:
         """Replace `totals` and `metadata` by the sums over all runners, without a wait between the first and the last.
-        Returns the former in host memory, as far as that is needed."""
+        Returns what is kept of them."""
         buckets = list(_buckets(totals))
         copies = [torch.cat([t.reshape(-1) for t in bucket]) for bucket in buckets]
         if group.on_device:
             (summed,) = self._copies.to_device((metadata.clone(),))  # it is replaced by its sum below
             assert summed is not None
             await group.all_reduce(*copies, summed)
-            sums = _parts(copies, buckets)
-            *reduced, on_host = await self._copies.read([*(sums if self._epoch.keeps_outputs else ()), summed])
-            metadata.copy_(on_host)
+            sums, on_host = _parts(copies, buckets), self._copies.to_host([summed])
+            kept = self._queue_copies(sums, metadata) if self._epoch.keeps_outputs else GradientSum([], metadata)
+            await on_host.event.wait()
+            assert on_host.tensors[0] is not None
+            metadata.copy_(on_host.tensors[0])
         else:
             on_host_copies = await self._copies.read(copies)
             await group.all_reduce(*on_host_copies, metadata)
-            reduced = _parts(on_host_copies, buckets)
-            sums = [value for value in self._copies.to_device(tuple(reduced)) if value is not None]
+            kept = GradientSum(_parts(on_host_copies, buckets), metadata)
+            sums = [value for value in self._copies.to_device(tuple(kept.totals)) if value is not None]
         for total, value in zip(totals, sums, strict=True):
             total.copy_(value)
-        return reduced
+        return kept
 
     def _receiver_slots(self, step: int, g: int, runners: tuple[int, ...]) -> list[int]:
         """The slots that hold a segment without running it, and get its reduced gradient from this worker."""
@@ -152,10 +182,12 @@ class SegmentGradientReducer:
 
     def send_reduced_gradient(self, step: int, g: int, slot: int) -> None:
         """Send a complete sum to another holder of the segment."""
+        self._context.send(slot, step, reduced_frame_name(g), self._sum_frame(step, g))
+
+    def _sum_frame(self, step: int, g: int) -> list[Tensor]:
         total = self._state.open_step(step).reduced_gradients[g]
         stats = self._state.stats_for(step, g, self._context.segment(g))
-        frame = [*total.totals, total.metadata, *stats.statistics_template()]
-        self._context.send(slot, step, reduced_frame_name(g), frame)
+        return [*total.totals, total.metadata, *stats.statistics_template()]
 
     def send_missing_gradients(self, step: int) -> None:
         """In a recovery: send the complete sums that this worker was chosen to send to all holders that lack them."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import functools
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,7 @@ MAX_LAUNCHED = 2
 
 COPY_SPAN = "copy"
 """The first word of the names of spans in which an output was copied to the host, as in "copy 1F0"."""
+_MAX_REFERENCE_S = 60.0
 _TURNS_TO_SEND = 3
 """Turns of the event loop between the end of a wait for an event, in a thread, and the sending of its output."""
 
@@ -77,8 +79,10 @@ class LaunchedActions:
         self.actions_done = 0
         """Number of complete actions."""
         self.slowest_action_s = 0.0
-        self._created, self._created_at = state.copies.copy_event(), clock.now()
-        """An event while the device has nothing to copy, and its time: it is complete at once."""
+        self._reference, self._reference_at = state.copies.copy_event(), clock.now()
+        """An event, and its time. The first one is complete at once: the device has nothing to copy."""
+        self._least_delay_s = math.inf
+        """From the completion of an action to its being noticed, the least since the reference."""
         self._last_computed_at = self._last_copied_at = 0.0
 
     async def wait_for_room(self) -> None:
@@ -144,6 +148,7 @@ class LaunchedActions:
             self._state.spans.append((action.step, f"{COPY_SPAN} {action.label}", copy_began, max(copy_began, copied)))
             self._last_copied_at = copied
         self._last_computed_at = computed
+        self._follow_clock(action.event, copied)
         open_step = self._state.open_steps.get(action.step)
         if open_step is not None and action.work is not None:
             open_step.record_work(action.work, computed - began)
@@ -152,7 +157,16 @@ class LaunchedActions:
 
     def _time_of(self, event: DeviceEvent) -> float:
         """When a complete event was reached, on the clock of this worker."""
-        return self._created_at + event.seconds_since(self._created)
+        return self._reference_at + event.seconds_since(self._reference)
+
+    def _follow_clock(self, event: DeviceEvent, at: float) -> None:
+        """Measure later events from a recent one: the driver gives the time between two events with 24 bits, 0.25 ms
+        after an hour. The clocks of device and host differ by some parts in a million: the soonest notice of a
+        completion counts as immediate."""
+        self._least_delay_s = min(self._least_delay_s, self._clock.now() - at)
+        if at - self._reference_at > _MAX_REFERENCE_S:
+            self._reference, self._reference_at = event, at + self._least_delay_s
+            self._least_delay_s = math.inf
 
     def close(self) -> None:
         """Send nothing any more: the epoch has ended. Launched actions still complete, and their outputs are kept."""

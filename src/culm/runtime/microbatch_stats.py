@@ -64,7 +64,8 @@ class MicroBatchStats:
         """
         self.results[micro], self._samples[micro] = result, samples
         self._results_on_host.discard(micro)
-        self.segment.example_statistics = self.segment.example_statistics or _examples_on_host(result.statistics)
+        if result.statistics and not self.segment.example_statistics:
+            self.segment.example_statistics = _examples_on_host(result.statistics)
         for index, recorded in result.statistics.items():
             before = self.segment.example_statistics[index]
             if _shapes(recorded) != _shapes(before):

@@ -64,7 +64,7 @@ class OptimizerStep:
             check_loss(self._job, step, totals.loss_sum, totals.weight_sum)
         loss_sum, divisor = await self._loss_totals(step, receivers)
         for replica in replicas:
-            self._load_reduced_gradients(step, replica)
+            await self._load_reduced_gradients(step, replica)
         await self._send_tied_sums(step, receivers)
         for replica in replicas:
             # Before the sums of the layers, which are divided in place.
@@ -138,7 +138,7 @@ class OptimizerStep:
             layer.accumulator.clear()
         replica.advance_version()
 
-    def _load_reduced_gradients(self, step: int, replica: StageReplica) -> None:
+    async def _load_reduced_gradients(self, step: int, replica: StageReplica) -> None:
         """Copy the kept reduced gradients into the accumulators that do not contain them. They may come from another
         holder, or an optimizer step that was cancelled has divided them."""
         open_step = self._state.open_step(step)
@@ -146,6 +146,7 @@ class OptimizerStep:
             if g in open_step.loaded_segments:
                 continue
             gradient_sum = open_step.reduced_gradients[g]
+            await gradient_sum.event.wait()
             trained = [layer for layer in segment.layers if layer.trainable]
             for layer, total in zip(trained, gradient_sum.totals, strict=True):
                 layer.accumulator.load_total(self._on_device(total))
@@ -248,6 +249,7 @@ class OptimizerStep:
             # A copy: the accumulator may be cleared before the frame is sent.
             (copy,) = await self._copies.read([layer.gradient_sums()[name].detach().clone()])
             return copy, torch.tensor([layer.accumulator.bound])
+        await gradient_sum.event.wait()
         trained = [each for each in replica.segments[g].layers if each.trainable]
         sizes = [p.numel() for p in layer.trainable.values()]
         own = dict(zip(layer.trainable, gradient_sum.totals[trained.index(layer)].split(sizes), strict=True))[name]

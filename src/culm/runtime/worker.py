@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 OpenDevice: TypeAlias = "Callable[[torch.device, int], DeviceCopies]"
-"""Opens a device, given the number of workers of the node."""
+"""Opens a device, given the number of workers on the machine."""
 
 
 class Worker:
@@ -51,10 +51,15 @@ class Worker:
         clock: Clock,
         *,
         workers_per_node: int = 1,
+        workers_on_host: int | None = None,
         open_device: OpenDevice = open_device,
+        free_memory: Callable[[], object] | None = None,
     ) -> None:
-        """`worker`: its number in the run (`Member.worker`)."""
-        self._workers_per_node, self._open_device = workers_per_node, open_device
+        """`worker`: its number in the run (`Member.worker`). `workers_on_host`: workers on its machine, which may have
+        several nodes; None: one node. `free_memory` is called in every epoch when the objects of the one before are not
+        needed any more; they refer to each other."""
+        self._free_memory = free_memory
+        self._workers_on_host, self._open_device = workers_on_host or workers_per_node, open_device
         self._copies: DeviceCopies | None = None
         self._device_failure: DeviceFailed | None = None
         self._running: asyncio.Task[None] | None = None
@@ -207,6 +212,8 @@ class Worker:
             await self.clock.after_action(self.node, epoch.start, "adopt")
             context = await self._prepare_context(epoch)
             train_loop = self._train_loop = TrainLoop(context, self.limits, self._checkpoint_writer)
+            if self._free_memory is not None:
+                asyncio.get_running_loop().call_soon(self._free_memory)  # while groups wait for the other members
             await train_loop.run()
         except (asyncio.CancelledError, EpochClosed):
             raise
@@ -253,9 +260,9 @@ class Worker:
             activate_device(device)
             use_exact_algorithms(self.job, device)
             if self._copies is None:
-                self._copies = self._open_device(device, self._workers_per_node)
+                self._copies = self._open_device(device, self._workers_on_host)
                 if not self._copies.is_synchronous:
-                    self.transport.set_frame_memory(self._copies.frame_memory)
+                    self.transport.set_frame_memory(self._copies.frame_memory, self._copies.shared_memory)
             self.state = WorkerState(self.job, device, self._copies, rebuild_epoch=epoch.rebuild_epoch)
             self.limits.restart(epoch.committed_steps)
         if self.state.shape_epoch != epoch.shape_epoch:

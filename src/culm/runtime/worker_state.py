@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from culm.device.device_copies import DeviceCopies
+from culm.device.streams import COMPLETE
 from culm.plan.recover.lineage import WorkerInventory, WorkKey
 from culm.runtime.compute.model_state import ModelState
 from culm.runtime.compute.segment import Segment
@@ -25,6 +26,7 @@ from culm.schedule import Action, Kind
 
 if TYPE_CHECKING:
     from culm.device.device_copies import HostCopy
+    from culm.device.streams import DeviceEvent
     from culm.job import Job
     from culm.transport.interface import Tensors
 
@@ -34,7 +36,9 @@ class GradientSum:
     """The gradient sum of a segment: one flat tensor for each trained layer, and the metadata summed with it."""
 
     totals: list[Tensor]
+    """They may be read once `event` is complete."""
     metadata: Tensor
+    event: DeviceEvent = COMPLETE
 
     @property
     def nbytes(self) -> int:

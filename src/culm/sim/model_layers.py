@@ -10,7 +10,7 @@ from typing import Any
 from culm.errors import UsageError
 from culm.plan.model.layer_partition import Cuts, find_cuts, segment_layer_ranges
 from culm.plan.model.model_profile import LayerCost
-from culm.plan.rent.link_costs import NodeLinks, stage_costs
+from culm.plan.rent.link_costs import NodeLinks, stage_costs, without_first_input_gradient
 from culm.schedule import Costs
 
 _LAYER_FIELDS = ("forward_s", "input_s", "weight_s", "step_s", "parameter_bytes", "output_bytes")
@@ -33,7 +33,8 @@ class ModelLayers:
     def costs_of_cuts(self, cuts: Cuts, pipelines: int) -> Costs:
         """The costs of the segments between these cuts."""
         spans = segment_layer_ranges(cuts, len(self.layers))
-        return stage_costs([self.layers[span.start : span.stop] for span in spans], pipelines, self.links)
+        segments = [self.layers[span.start : span.stop] for span in spans]
+        return without_first_input_gradient(stage_costs(segments, pipelines, self.links))
 
     def as_table(self) -> dict[str, Any]:
         """For a plan file."""

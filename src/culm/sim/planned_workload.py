@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from culm.sim.model_layers import ModelLayers
 from culm.sim.workload import ACTION_TIMES, Workload
@@ -34,6 +34,7 @@ def planned_workload(row: RentalOption, name: str, query: RentalQuery, offer: In
         model=ModelLayers(tuple(layers), offer.links),
         memory=case.memory,
         planned_activations=row.limits,
+        two_ranges=case.two_ranges,
         schedule=row.schedule,
         split=case.split,
         stagger=case.stagger,
@@ -51,7 +52,11 @@ def workload_toml(workload: Workload) -> str:
     optional |= {"early_sends": True} if workload.early_sends else {}
     times = {name: getattr(workload.costs, name) for name in ACTION_TIMES}
     lines = [f"{key} = {_toml_value(value)}" for key, value in {**head, **optional}.items()]
-    tables = {"times": times} | ({"model": workload.model.as_table()} if workload.model is not None else {})
+    tables: dict[str, dict[str, Any]] = {"times": times}
+    if (two := workload.two_ranges) is not None:
+        each = {name: getattr(two.costs, name) for name in ACTION_TIMES}
+        tables["two_ranges"] = {"activation": two.activation, "room": two.room, **each}
+    tables |= {"model": workload.model.as_table()} if workload.model is not None else {}
     for name, table in tables.items():
         lines += ["", f"[{name}]", *(f"{key} = {_toml_value(value)}" for key, value in table.items())]
     return "\n".join(lines) + "\n"

@@ -14,6 +14,7 @@ from culm.errors import UsageError
 from culm.plan import ActivationLimit, PlanCase
 from culm.plan.rent.failure_free_step import ESTIMATED_SCHEDULES, failure_free_step_s, resolve_schedule
 from culm.plan.replan.planned_schedule import PLANNED
+from culm.plan.replan.two_range_schedule import TwoRanges
 from culm.schedule import Costs, Kind
 from culm.schedule.plan_timing import action_costs, send_costs
 from culm.sim.model_layers import ModelLayers
@@ -54,6 +55,8 @@ class Workload:
     planned_activations: tuple[int, ...] | None = None
     """By stage: the most activations that a worker may keep under `planned`; None: as many as 1F1B in its first stage,
     which is what a run allows if all stages are equal."""
+    two_ranges: TwoRanges | None = None
+    """The model cut into two segments per worker, for `planned`; None: not considered."""
     split: bool = True
     stagger: bool = True
     early_sends: bool = False
@@ -157,6 +160,7 @@ class Workload:
             stagger=self.stagger,
             memory=self.memory,
             early_sends=self.early_sends,
+            two_ranges=self.two_ranges,
         )
 
 
@@ -193,13 +197,29 @@ def workload_from_table(table: dict[str, Any], source: str) -> Workload:
     for name in ("pipelines", "stages", "micro_batches"):
         if name not in table:
             raise UsageError(f"{source} has no {name}: add it")
-    costs = Costs(**{name: tuple(value) if isinstance(value, list) else value for name, value in times.items()})
+    costs = _read_times(times)
+    if isinstance(table.get("two_ranges"), dict):
+        table["two_ranges"] = _read_two_ranges(table["two_ranges"], source)
     if isinstance(table.get("planned_activations"), list):
         table["planned_activations"] = tuple(table["planned_activations"])
     try:
         return Workload(**{"name": Path(source).stem, **table, "costs": costs})
     except TypeError as error:
         raise UsageError(f"{source} has a field of the wrong type: {error}") from error
+
+
+def _read_times(times: dict[str, Any]) -> Costs:
+    return Costs(**{name: tuple(value) if isinstance(value, list) else value for name, value in times.items()})
+
+
+def _read_two_ranges(table: dict[str, Any], source: str) -> TwoRanges:
+    where = f"{source}, [two_ranges]"
+    _check_names(table, ("activation", "room", *ACTION_TIMES), where)
+    try:
+        activation, room = (tuple(map(int, table.pop(name))) for name in ("activation", "room"))
+        return TwoRanges(costs=_read_times(table), activation=activation, room=room)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"{where}, could not be read ({error}): write it again with culm plan") from error
 
 
 def _check_names(table: dict[str, Any], known: list[str] | tuple[str, ...], where: str) -> None:

@@ -42,6 +42,9 @@ _SPARED_LEADER = 0.9
 """How often a kill of the leader does nothing if a spared node leads."""
 _NOTICE_S = 10.0
 _NODES_WAIT_S = 20.0
+_COMPARISON_S = 60.0
+"""How long to wait for the checkpoint at which a flipped bit is found."""
+_POLL_S = 0.1
 
 
 class RealFaults:
@@ -57,8 +60,11 @@ class RealFaults:
         flip_file: Path,
         lease_s: float,
         seed: int,
+        committed_steps: Callable[[], int],
+        steps_between_checkpoints: int,
     ) -> None:
         """`disk` is a symbolic link to the folder of the run. `lease_s`: seconds after which a silent node is lost."""
+        self._committed_steps, self._steps_between_checkpoints = committed_steps, steps_between_checkpoints
         self._run, self._fork_server, self._nodes, self._lease_s = run, fork_server, nodes, lease_s
         self._disk, self._flip_file = disk, flip_file
         self._dice = random.Random(seed)
@@ -168,12 +174,23 @@ class RealFaults:
         return True
 
     async def _flip_bit(self) -> bool:
-        _, *workers = self._node_processes() or [0]
-        for worker in workers[:1]:
-            named = self._flip_file.with_suffix(".new")
-            named.write_text(str(worker))
-            named.replace(self._flip_file)
-        return bool(workers)
+        """Flip a bit, and wait until the node has been compared with others: a fault of a node that is lost before
+        cannot be found."""
+        agent, *workers = self._node_processes() or [0]
+        if not workers:
+            return False
+        named = self._flip_file.with_suffix(".new")
+        named.write_text(str(workers[0]))
+        named.replace(self._flip_file)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_COMPARISON_S):
+                while self._flip_file.exists():
+                    await asyncio.sleep(_POLL_S)
+                compared = self._committed_steps() + 2 * self._steps_between_checkpoints
+                while agent in child_pids(self._fork_server.pid) and self._committed_steps() < compared:
+                    await asyncio.sleep(_POLL_S)
+        self._flip_file.unlink(missing_ok=True)  # its process has ended before its next step
+        return True
 
     def _etcd_process(self) -> list[int]:
         etcd = self._fork_server.private_etcd

@@ -189,6 +189,8 @@ class _Soak:
                 flip_file=flip_file,
                 lease_s=derive_timeouts(_SUSPECT_AFTER_S).lease,
                 seed=self._seed,
+                committed_steps=lambda: self._steps,
+                steps_between_checkpoints=_STEPS_BETWEEN_CHECKPOINTS,
             )
             self.fault_counts = faults.counts
             return await self._drive(run, faults)

@@ -61,7 +61,7 @@ def get(name: str) -> Strategy:
     if ":" not in str(name):
         close = difflib.get_close_matches(str(name).lower(), known_names(), n=1)
         hint = f"did you mean {close[0]}?" if close else f"use {' or '.join(known_names())}, or module:Class"
-        raise UsageError(f"this version has no --strategy {name!r}: {hint}")
+        raise UsageError(f"there is no --strategy {name!r}: {hint}")
     _imported[name] = _import_strategy(name)
     return _imported[name]
 
@@ -129,9 +129,12 @@ def _import_strategy(reference: str) -> Strategy:
     try:
         module = importlib.import_module(module_name)
     except USER_EXCEPTIONS as error:
+        fix = "run in its folder, or add that to PYTHONPATH"
+        if module_name.endswith(".py"):
+            fix = f"name the module instead of its file, as in {Path(module_name).stem}:{attribute}, and {fix}"
         raise UsageError(
             f"--strategy {reference!r}: module {module_name!r} cannot be imported ({type(error).__name__}"
-            f"{message_suffix(error)}): run in its folder, or add that to PYTHONPATH"
+            f"{message_suffix(error)}): {fix}"
         ) from error
     found = getattr(module, attribute, None)
     if found is None:
@@ -144,8 +147,7 @@ def _import_strategy(reference: str) -> Strategy:
     if isinstance(found, Strategy):
         return _named(found, reference)
     raise UsageError(
-        f"--strategy {reference!r} is a {type(found).__name__}, not a strategy: "
-        "use a subclass of culm.strategies.Strategy"
+        f"--strategy {reference!r} is of type {type(found).__name__}: use a subclass of culm.strategies.Strategy"
     )
 
 

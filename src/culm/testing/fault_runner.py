@@ -232,9 +232,9 @@ class FaultRunner:
     ) -> DeliveryTiming | None:
         """The delivery after the effect of one link fault; None: the message is lost."""
         match fault:
-            case MessageDrop() if delivery.kind in ((fault.kind,) if fault.kind else ("frame", "letter")):
+            case MessageDrop() if delivery.kind in ((fault.kind,) if fault.kind else ("frame", "message")):
                 return None if self._is_nth(-1 - number, fault, fault.nth) else timing
-            case MessageDelay() if delivery.kind in ("frame", "letter"):
+            case MessageDelay() if delivery.kind in ("frame", "message"):
                 if self._is_nth(-1 - number, fault, fault.nth):
                     return timing._replace(seconds=timing.seconds + fault.seconds)
             case SlowLink():

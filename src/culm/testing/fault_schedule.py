@@ -156,11 +156,11 @@ class LinkFault(ClusterFault):
 
 @dataclass(frozen=True, kw_only=True)
 class MessageDrop(LinkFault):
-    """The nth frame or letter (control message) of a link is lost without an error, as in a broken switch."""
+    """The nth frame or control message of a link is lost without an error, as in a broken switch."""
 
     call_name: ClassVar[str] = "drop_message"
     nth: int = 1
-    kind: Literal["frame", "letter"] | None = None
+    kind: Literal["frame", "message"] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +173,7 @@ class FrameFlip(LinkFault):
 
 @dataclass(frozen=True, kw_only=True)
 class MessageDelay(LinkFault):
-    """The nth frame or letter of a link is delayed, and with it everything after it; `nth` None: all of them."""
+    """The nth frame or control message of a link is delayed, with everything after it; `nth` None: all of them."""
 
     call_name: ClassVar[str] = "delay_message"
     seconds: float
@@ -461,7 +461,7 @@ class Faults:
         target: int | None = None,
         *,
         nth: int = 1,
-        kind: Literal["frame", "letter"] | None = None,
+        kind: Literal["frame", "message"] | None = None,
     ) -> Faults:
         """A message is lost. See MessageDrop."""
         return self + MessageDrop(source=source, target=target, nth=nth, kind=kind)

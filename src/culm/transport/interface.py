@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from culm.device.device_sums import DeviceSums
+    from culm.device.shared_chunks import SharedHostMemory
 
 Address: TypeAlias = str
 Tensors: TypeAlias = "tuple[Tensor | None, ...]"
@@ -106,9 +107,10 @@ class Transport(FrameSource, Protocol):
         """Between set_computing(True) and set_computing(False) the worker computes and calls `try_receive` often: no
         other thread needs to read small frames for it. Has no effect after `set_frame_memory`."""
 
-    def set_frame_memory(self, allocate: FrameMemory) -> None:
+    def set_frame_memory(self, allocate: FrameMemory, shared: SharedHostMemory | None = None) -> None:
         """Receive frames in memory that `allocate` returns, which a device can reach quickly. From then on `receive`
-        does not poll: what a device has completed is sent by the event loop."""
+        does not poll: what a device has completed is sent by the event loop. `shared`: the memory of the device that
+        processes of this machine can map, so that nothing is copied on the way to them."""
 
     def release_sent_frames(self) -> None:
         """Drop the sent frames that are kept in case that they arrived damaged: their memory is needed."""

@@ -197,7 +197,7 @@ class _Retraining:
         manifest = self._catalog.check(point, verify="sizes")
         with self._catalog.open(manifest, verify=verify) as reader:
             for layer in self._state.layers:
-                retrained = self._state.snapshot([layer])
+                retrained = self._state.saved_snapshot([layer])
                 saved = _saved_layer(reader, layer, retrained)
                 if retrained.digest() != saved.digest():
                     return self._difference(point, layer, *_first_tensor(retrained, saved))

@@ -66,6 +66,23 @@ def test_people_get_answers_reasons_a_table_and_a_plot(capsys: pytest.CaptureFix
 
 
 @pytest.mark.usefixtures("small_catalogue")
+def test_no_number_of_the_table_is_cut_off_in_a_narrow_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    code, out, _ = invoke(capsys, "--tokens", "20B")
+    assert code == 0
+    assert "\N{HORIZONTAL ELLIPSIS}" not in out
+
+
+@pytest.mark.usefixtures("small_catalogue")
+def test_a_requested_number_of_nodes_is_compared_whatever_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = invoke(capsys, "--tokens", "100M", "--nodes", "5", "--on-demand", "--json")
+    assert code == 0
+    assert {fleet["nodes"] for fleet in json.loads(out)["fleets"]} == {5}
+
+
+@pytest.mark.usefixtures("small_catalogue")
 def test_the_count_within_the_limits_is_that_of_all_compared_fleets(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = invoke(capsys, "--tokens", "100M", "--deadline", "200d", "--json")
     found = json.loads(out)

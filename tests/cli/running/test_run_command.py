@@ -53,7 +53,7 @@ def test_progress_and_ledger_go_elsewhere_when_stdout_is_taken(
     shown = finished_run[1].stderr
     assert "2 x 1 (pipelines x stages): 2 nodes" in shown
     assert "nodes up 2/2" in shown
-    assert "step 6/6  loss " in shown
+    assert "steps 6/6  loss " in shown
     assert "48, each counted once (expected 48, lost 0, duplicated 0)" in shown
 
 

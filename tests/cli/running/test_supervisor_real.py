@@ -88,7 +88,7 @@ def test_a_run_completes_while_its_launcher_is_stopped(brief: EndlessRun, tmp_pa
     os.kill(brief.process.pid, signal.SIGCONT)
     output, error = brief.process.communicate(timeout=LIMIT_S)
     assert (brief.process.returncode, error) == (0, "")
-    assert "step 120/120" in output
+    assert "steps 120/120" in output
     assert weights(tmp_path / "a") == undisturbed()
     assert brief.still_running() == []
 
@@ -180,14 +180,14 @@ def test_a_detached_run_can_be_watched_logged_and_stopped(detached: str, tmp_pat
         [CULM, "attach", "jobs"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as window:
         assert window.stdout is not None
-        assert any(line.startswith("step ") for line in window.stdout)
+        assert any(line.startswith("steps ") for line in window.stdout)
         window.send_signal(signal.SIGINT)
         _, said = window.communicate(timeout=LIMIT_S)
     assert window.returncode == 130
     assert "job 'jobs' goes on: end it with culm stop jobs" in one_sentence(said)
     logged = culm("logs", str(tmp_path / "a"))
     assert "1 x 2 (pipelines x stages), 2 nodes" in logged.stdout
-    assert "step 1: loss" in logged.stdout
+    assert "step 0: loss" in logged.stdout
     unknown = culm("attach", "job")
     assert unknown.returncode == 2
     known = "did you mean jobs? The known jobs are jobs"
@@ -203,7 +203,7 @@ def test_a_detached_run_can_be_watched_logged_and_stopped(detached: str, tmp_pat
     assert again.returncode == 143
     assert "steps are saved" in one_sentence(again.stderr)
     assert "has ended already" in one_sentence(culm("stop", "jobs").stderr)
-    assert "step 1: loss" in culm("logs", "jobs").stdout
+    assert "step 0: loss" in culm("logs", "jobs").stdout
 
 
 def test_the_exit_code_and_the_summary_of_an_attached_window_are_those_of_the_run(tmp_path: Path) -> None:

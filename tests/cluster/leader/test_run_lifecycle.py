@@ -242,7 +242,7 @@ def test_the_message_for_a_lost_node_names_the_step_and_how_to_resume(tmp_path: 
     with pytest.raises(NodeLost) as caught:
         simulate(job(steps=10**6), stages=2, out=str(tmp_path), checkpoint_every=2, script=script)
     assert str(caught.value) == (
-        "node 1 was lost in step 3 and no other node holds its layers (strategy none): "
+        "node 1 was lost in step 3 and strategy none survives no loss (on several nodes, auto chooses one that does): "
         f"resume it with --resume {tmp_path}"
     )
     with pytest.raises(NodeLost, match=f"in step 3 .*: resume it with --resume {tmp_path}"):
@@ -406,6 +406,17 @@ def test_a_resumed_run_ends_with_the_weights_of_an_undisturbed_one(tmp_path: Pat
     assert found.state_sha256 == simulate(job(steps=8), pipelines=2, stages=2).state_sha256
 
 
+def test_a_checkpoint_that_a_resume_has_passed_over_takes_no_place(tmp_path: Path) -> None:
+    """Its size is right, so that only the resume has noticed the damage."""
+    out = str(tmp_path)
+    simulate(job(steps=8), stages=2, out=out, checkpoint_every=2, keep_last=2)
+    assert committed(out) == [6, 8]
+    file = next(tmp_path.glob("checkpoints/step-00000008/*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    simulate(job(steps=10), stages=2, out=out, checkpoint_every=10, keep_last=2, resume=out)
+    assert committed(out) == [6, 10]
+
+
 def unbiased() -> nn.Module:
     return nn.Linear(WIDTH, WIDTH, bias=False)
 
@@ -493,7 +504,8 @@ def test_an_exception_in_the_leader_ends_the_run_with_its_traceback(monkeypatch:
 
     monkeypatch.setattr(EventHandlers, "_handle_ready", fault)
     error = hurt(job(), stages=2)
-    assert str(error) == "the leader failed: ZeroDivisionError: our fault"
+    assert str(error).startswith("the leader failed: ZeroDivisionError: our fault (in fault, ")
+    assert "test_run_lifecycle.py:" in str(error)
     assert "in fault" in error.trace
 
 
@@ -556,3 +568,26 @@ def test_the_memory_of_a_leader_does_not_grow() -> None:
         found = simulate(job(steps=64), stages=2, script=script)
     assert sizes[60] <= sizes[10] + 32
     assert found.summary["samples"] == 64 * 8
+
+
+def test_a_leader_keeps_no_task_that_has_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It starts several per second, and may lead for weeks."""
+    build_summary, counts = Leader._build_summary, []
+
+    def count_tasks(leader: Leader) -> dict[str, Any]:
+        counts.append(len(leader._tasks))
+        return build_summary(leader)
+
+    monkeypatch.setattr(Leader, "_build_summary", count_tasks)
+    simulate(job(steps=40), stages=2, out=str(tmp_path), cost=lambda *_: 0.1)
+    assert len(counts) == 1
+    assert counts[0] < 20
+
+
+def test_an_unexpected_error_beside_the_run_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(leader: Leader, shape: object) -> None:
+        raise ValueError("a defect")
+
+    monkeypatch.setattr(Leader, "_precompute_plans", fail)
+    with pytest.raises(RunError, match="the leader failed: ValueError: a defect"):
+        simulate_any(job(steps=10**6), pipelines=2, stages=2, strategy="reroute")

@@ -15,7 +15,7 @@ from tests import network_namespaces
 from tests.etcd_servers import etcd_with
 from tests.network_namespaces import Lab, NoLab
 
-from culm.providers.private_etcd import _etcd_binary
+from culm.providers.private_etcd import etcd_binary
 
 pytestmark = [pytest.mark.real, pytest.mark.waits(3), pytest.mark.usefixtures("forked_programs")]
 hosts = pytest.mark.skipif(not network_namespaces.possible(), reason="needs root and network namespaces")
@@ -65,7 +65,7 @@ def cluster(folder: Path, *nodes: str) -> Iterator[tuple[Lab, dict[str, Client]]
     """etcd on its own host, and nodes on theirs or beside it, all up."""
     with network_namespaces.lab("etcd", *(node for node in nodes if node != "etcd")) as lab, ExitStack() as stack:
         url, peers = f"http://{lab.address('etcd')}:2379", "http://127.0.0.1:2380"
-        etcd = [_etcd_binary(), f"--data-dir={folder}", f"--listen-client-urls={url}", f"--advertise-client-urls={url}"]
+        etcd = [etcd_binary(), f"--data-dir={folder}", f"--listen-client-urls={url}", f"--advertise-client-urls={url}"]
         alone = [f"--listen-peer-urls={peers}", "--heartbeat-interval=10", "--election-timeout=100"]
         stack.enter_context(running(lab.command("etcd", *etcd, *alone, "--log-level=panic")))
         clients = {}

@@ -11,12 +11,14 @@ import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.etcd_servers import BadLine, bad_line, etcd_with, patiently, started
 
 from culm.cluster.store.etcd import EtcdAccess, EtcdStore, etcd_messages
 from culm.cluster.store.etcd.etcd_errors import EtcdUnreachable
+from culm.cluster.store.etcd.etcd_gateway import EtcdGateway
 from culm.cluster.store.etcd.etcd_messages import EmptyAnswer, TxnAnswer
 from culm.cluster.store.store import Store, StoreChange
 from culm.cluster.timeouts import derive_timeouts
@@ -253,6 +255,32 @@ def test_a_watch_that_begins_at_a_silent_endpoint_does_not_wait_there(etcd: Priv
                 await collect(reader, "x", found, StoreChange("x", b"1"))
 
     patiently(main())
+
+
+def test_a_lease_that_expires_before_its_first_use_is_replaced(
+    etcd: PrivateEtcd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a machine that freezes while a node opens its session."""
+    leases: list[int] = []
+    call = EtcdGateway.call
+
+    async def expiring(gateway: EtcdGateway, path: str, body: Any, kind: Any) -> Any:
+        answer = await call(gateway, path, body, kind)
+        if path == "/v3/lease/grant":
+            leases.append(answer.id)
+            if len(leases) == 1:
+                await call(gateway, "/v3/lease/revoke", {"ID": str(answer.id)}, EmptyAnswer)
+        return answer
+
+    monkeypatch.setattr(EtcdGateway, "call", expiring)
+
+    async def main() -> None:
+        async with clients(etcd, 1) as (node,):
+            await node.put("nodes/1", b"here", session=True)
+            assert await node.get("nodes/1") == b"here"
+
+    patiently(main())
+    assert len(leases) == 2
 
 
 def test_an_evicted_client_cannot_write_even_before_it_is_notified(etcd: PrivateEtcd) -> None:

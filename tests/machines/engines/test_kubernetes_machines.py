@@ -38,7 +38,7 @@ TOKEN = encode_token(JoinToken(("https://10.0.0.5:2379",), bytes(range(32)), b"f
 SPEC = LaunchSpec(launch="gpt-a1", job="gpt", token=TOKEN, image="registry.example/culm:1", grace_s=20)
 TWO = MachineRequest(count=2)
 SPOT_LABEL = "eks.amazonaws.com/capacityType=SPOT"
-STORE = Path(__file__).parents[3] / "deploy" / "etcd.yaml"
+DEPLOYED = [Path(__file__).parents[3] / "deploy" / name for name in ("etcd.yaml", "head.yaml")]
 OLDEST, NEWEST = "1.29", "1.37"
 """Versions of Kubernetes: the first with all fields that culm uses, and the newest whose schemas are installed."""
 
@@ -281,8 +281,9 @@ def test_every_manifest_is_valid(version: str) -> None:
     validate = import_module("kubernetes_validate").validate
     for manifest in manifests():
         validate(manifest, version, strict=True)
-    for manifest in import_module("yaml").safe_load_all(STORE.read_text()):
-        validate(manifest, version, strict=True)
+    for deployed in DEPLOYED:
+        for manifest in import_module("yaml").safe_load_all(deployed.read_text()):
+            validate(manifest, version, strict=True)
     broken = token_secret(SPEC) | {"colour": "red"}
     with pytest.raises(import_module("kubernetes_validate").ValidationError):
         validate(broken, version, strict=True)

@@ -60,3 +60,10 @@ class HangingWriter(ListWriter):
 
 class NoWriter:
     """Lacks the methods."""
+
+
+class WriterWithArguments(ListWriter):
+    """Cannot be created by its name."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path

@@ -13,6 +13,7 @@ import pytest
 from tests.observe.writers import sample_writers
 from tests.tiny_jobs import job, layers, nan
 
+from culm.cluster.leader.output.store_writer import StoreWriter
 from culm.errors import NonFiniteLoss, UsageError
 from culm.observe.step_metrics import StepMetrics
 from culm.observe.writers import writer_group
@@ -99,6 +100,21 @@ def test_a_writer_that_raises_is_reported_once_and_left_out(tmp_path: Path, writ
     assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2]
 
 
+def test_the_terminals_of_the_run_are_told_of_a_writer_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    sentences = []
+    enqueue = StoreWriter.enqueue
+
+    def observe(self: StoreWriter, key: str, value: bytes, **options: Any) -> None:
+        if key == "incident":
+            sentences.append(value.decode())
+        enqueue(self, key, value, **options)
+
+    monkeypatch.setattr(StoreWriter, "enqueue", observe)
+    simulate(job(), stages=2, strategy="none", writers=(f"{OWN}:BrokenWriter",))
+    reason = "failed (OSError: no route to the server) and gets no more steps; the run goes on"
+    assert sentences == [f"the writer {OWN}:BrokenWriter {reason}"]
+
+
 def test_after_an_error_a_writer_is_called_no_more(calls: list[tuple[str, Any]]) -> None:
     simulate(job(), stages=2, strategy="none", writers=(f"{OWN}:BrokenWriter",))
     assert [metrics.step for metrics in kinds(calls, "step")] == [0, 1]
@@ -134,6 +150,11 @@ def test_a_run_without_writers_starts_no_threads(monkeypatch: pytest.MonkeyPatch
         ),
         (f"{OWN}:NoWriter", f"--writer '{OWN}:NoWriter' lacks open, write_step, write_event, close: name a class with"),
         (f"{OWN}:CALLS", f"--writer '{OWN}:CALLS' is not a class: name a class with"),
+        (f"{OWN}:Lister", f"--writer '{OWN}:Lister': {OWN} has no 'Lister': it has ListWriter, "),
+        (
+            f"{OWN}:WriterWithArguments",
+            f"--writer '{OWN}:WriterWithArguments' cannot be created (missing a required argument: 'path'): its",
+        ),
         ("prometheus", "--writer prometheus writes into the run folder: add --out, as in --out runs/a"),
     ],
 )

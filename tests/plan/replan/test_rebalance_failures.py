@@ -127,6 +127,16 @@ def test_the_same_failure_under_another_name_is_not_planned_again() -> None:
     assert (plans.misses, plans.hits) == (1, 2)
 
 
+def test_a_cache_with_a_limit_drops_the_plan_that_was_not_used_for_longest() -> None:
+    plans = PlanCache(max_solutions=2)
+    first, second, third = (replace(PAPER_CASE, failed=frozenset({Slot(0, stage)})) for stage in range(3))
+    for case in (first, second, first, third, first):
+        plans.plan_for(case)
+    assert (plans.misses, plans.hits) == (3, 2)
+    plans.plan_for(second)
+    assert plans.misses == 4
+
+
 def test_pipelines_of_different_sizes_are_not_exchanged() -> None:
     plans, uneven = PlanCache(), replace(PAPER_CASE, micro_batches=19)
     for pipeline in range(3):

@@ -15,8 +15,8 @@ from culm.errors import RunError, UsageError
 from culm.machines.engines.ssh_hosts import parse_hosts
 from culm.machines.head_registry import HeadLaunch, find_head_launch, forget_head_launch, note_head_launch
 from culm.machines.job_archive import pack_job
-from culm.machines.remote_head import check_head, list_on_head, show_on_head, start_on_head
-from culm.machines.ssh_command import check_address, ssh_command
+from culm.machines.launch_registry import known_launches
+from culm.machines.remote_head import check_head, head_command, list_on_head, show_on_head, start_on_head
 from culm.providers.supervisor.run_registry import find_job
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ def open_head(address: str, ssh: str | None, program: Sequence[str], launch: str
     head = HeadLaunch(
         launch=launch,
         job=job,
-        head=check_address(address, "--head"),
-        ssh=tuple(ssh_command(ssh, "--head-ssh")),
+        head=address,
+        ssh=head_command(address, ssh),
         program=tuple(program),
         started_at=time.time(),
     )
@@ -101,11 +101,21 @@ def find_job_or_show_on_head(name: str, command: str, *flags: str) -> FoundJob:
         found = find_job(name)
     except UsageError:
         if head is None:
+            _raise_if_abandoned(name)
             raise
     else:
         if head is None or found.running or found.entry.started_at > head.started_at:
             return found
     raise typer.Exit(show_on_head(head, [command, head.job, *flags]))
+
+
+def _raise_if_abandoned(name: str) -> None:
+    """Raise UsageError if a launch has this name whose supervisor was killed."""
+    for launch in known_launches():
+        if name in (launch.record.job, launch.record.order.launch) and not launch.is_supervised:
+            raise UsageError(
+                f"the supervisor of {name!r} was killed, and machines of it may be left: end them with culm down {name}"
+            )
 
 
 def end_on_head(head: HeadLaunch, *, at_once: bool) -> bool:

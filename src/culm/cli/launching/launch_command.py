@@ -9,7 +9,8 @@ import re
 import secrets
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -33,8 +34,9 @@ from culm.cli.running.run_launcher import launch_detached, launch_run
 from culm.cluster.store.etcd.etcd_access import check_job_name
 from culm.config import RunConfig
 from culm.errors import RunError, UsageError
-from culm.job import find_job_file, import_root, parse_overrides
+from culm.job import Job, find_job_file, import_root, load_job, parse_overrides
 from culm.machines.launch_order import LaunchOrder
+from culm.machines.machine_gpus import gpus_of_machines
 from culm.machines.machine_provider import (
     EngineMissing,
     LaunchSpec,
@@ -42,6 +44,7 @@ from culm.machines.machine_provider import (
     MachineRequest,
     Market,
     ProviderSettings,
+    known_prices,
 )
 from culm.machines.machine_provider_registry import (
     known_machine_providers,
@@ -64,6 +67,8 @@ _SAME_FILES = ("local", "slurm", "trace")
 _END_TIMEOUT_S = 120.0
 """Limit for ending the machines after a second Ctrl-C."""
 _LABEL_LENGTH = 40
+_SECRET_NAME = re.compile(r"(SECRET|TOKEN|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY)(_|$)", re.IGNORECASE)
+"""Names of environment variables that usually hold secrets."""
 _START_AFTER_S = 120.0
 """When a run begins without the machines that have not come yet."""
 
@@ -79,15 +84,23 @@ def launch(
     context: typer.Context,
     head: Annotated[
         str | None,
-        typer.Option(metavar="[USER@]HOST", help="Keep the store and the supervisor on this machine, by ssh."),
+        typer.Option(
+            metavar="[USER@]HOST|pod/NAME", help="Keep the store and the supervisor on this machine, by ssh or kubectl."
+        ),
     ] = None,
-    head_ssh: Annotated[str | None, typer.Option(help="The ssh command and its options for --head.")] = None,
+    head_ssh: Annotated[
+        str | None, typer.Option(help="The command that reaches --head, with options: ssh, or kubectl for a Pod.")
+    ] = None,
     launch_name: Annotated[str | None, typer.Option(hidden=True)] = None,
     spot: Annotated[bool, typer.Option("--spot", help="Use spot machines, where the provider has them.")] = False,
     instance: Annotated[str, typer.Option(help="Instance types to choose from, as in g5.xlarge,g6.xlarge.")] = "",
     any_: Annotated[bool, typer.Option("--any", help="Choose among all instance types that fit, by price.")] = False,
     zone: Annotated[str, typer.Option(help="Zones to choose from; default: the provider decides.")] = "",
     max_price: Annotated[float | None, typer.Option(help="Most dollars per hour for a machine.")] = None,
+    price: Annotated[
+        float | None,
+        typer.Option(metavar="USD_PER_HOUR", help="What a machine costs, where culm cannot know it or you pay less."),
+    ] = None,
     hosts: Annotated[str | None, typer.Option(help="For --on hosts: HOST,HOST,... or @FILE.")] = None,
     option: Annotated[
         list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="Option of the provider; repeatable.")
@@ -125,7 +138,11 @@ def launch(
         if options.get("budget") is not None:
             options["node_price"] = 0.0  # of nodes of this machine; those of the provider report their own price
         options["start_after"] = _START_AFTER_S if options["start_after"] is None else options["start_after"]
+        given = parse_assignments(option or [], "--option", "region=us-east-1") | (
+            {} if hosts is None else {"hosts": hosts}
+        )
         config = build_config({**options, **({} if join is None else {"join": join})})
+        config = _with_all_gpus(config, context, given, _names(instance))
         count = _machine_count(config)
         job_file = find_job_file(file)
         add_search_folders(import_root(job_file), job_file.parent)
@@ -142,25 +159,21 @@ def launch(
                 print_dry_run(place, file, arguments)
             if dry_run:
                 return
-            if asks:
-                _ask(count, on)
+            _ask(count, on, answered=not asks)
             place = launch_on_head(place, file, arguments)
             show_launched(place, detach=detach, quiet=quiet, json_=json_)
             return
-        given = parse_assignments(option or [], "--option", "region=us-east-1") | (
-            {} if hosts is None else {"hosts": hosts}
+        requests = _requests(
+            _instances(instance, on, given, config, spot=spot, any_=any_), zone, _markets(config, spot=spot)
         )
         order = LaunchOrder(
             launch=launch_name or _launch_name(job),
             job=job,
             provider=on,
             options=given,
-            requests=_requests(
-                _instances(instance, on, given, config, spot=spot, any_=any_),
-                zone,
-                _markets(config, spot=spot),
-            ),
+            requests=requests,
             max_price=_price_limit(max_price),
+            price=_known_price(price, len(requests)),
             address=address,
             port=port,
             program=_program(on, program),
@@ -168,20 +181,22 @@ def launch(
             notice=machine_notice,
             grace_s=grace,
             abandon_after_s=abandon_after,
-            environment=parse_assignments(env or [], "--env", "NCCL_DEBUG=INFO"),
+            environment=_environment(env or []),
         )
-        provider = open_machine_provider(on, ProviderSettings(launch=order.launch, options=given))
+        provider = open_machine_provider(on, ProviderSettings(launch=order.launch, options=given, price=order.price))
         console = make_console(stderr=json_ or dry_run)
         requests, unchecked = _checked(provider, order.requests, count, any_=any_, dry_run=dry_run)
         order = msgspec.structs.replace(order, requests=requests)
         if not quiet or dry_run:
             console.print(offer_table(provider, order.requests, count))
         _check_affordable(provider, order)
+        _warn_of_own_disks(provider, config.out)
         if dry_run:
-            _print_dry_run(provider, order, count, unchecked, json_=json_)
+            _print_dry_run(
+                provider, order, count, unchecked, config=config, load=partial(load_job, file, overrides), json_=json_
+            )
             return
-        if provider.costs_money and not yes:
-            _ask(count, on)
+        _ask(count, on, answered=yes or not provider.costs_money)
         resources = find_resources(config, file)
         source = JobSource(reference=file, overrides=overrides, path=tuple(sys.path))
         display = make_display(console, quiet=quiet)
@@ -196,6 +211,27 @@ def launch(
             console.print(summary_table(summary, resources.config.out))
         if json_:
             print(json.dumps(to_plain_json(summary)))
+
+
+def _with_all_gpus(
+    config: RunConfig, context: typer.Context, options: Mapping[str, str], instances: Sequence[str]
+) -> RunConfig:
+    """The config with a worker for each GPU of a machine, if their number is known and the user does not say how many
+    there are. Raises UsageError if it differs between machines."""
+    source = context.get_parameter_source("workers_per_node")
+    is_given, used = source is not None and source.name == "COMMANDLINE", config.workers_per_node
+    try:
+        gpus = gpus_of_machines(options, instances) or 1
+    except UsageError:
+        if not is_given:
+            raise
+        return config
+    if is_given and gpus > used:
+        print(f"culm: warning: machines have {gpus} GPUs, and --workers-per-node {used} uses {used}", file=sys.stderr)
+    if is_given or gpus == used:
+        return config
+    print(f"culm: a node has a worker for each of its {gpus} GPUs: --workers-per-node changes that", file=sys.stderr)
+    return dataclasses.replace(config, workers_per_node=gpus)
 
 
 def _machine_count(config: RunConfig) -> int:
@@ -214,6 +250,35 @@ def _price_limit(max_price: float | None) -> float | None:
     return max_price
 
 
+def _known_price(price: float | None, kinds: int) -> float | None:
+    """The value of --price. Raises UsageError unless it can be the price of one kind of machine."""
+    if price is None:
+        return None
+    if not 0 <= price < math.inf:
+        raise UsageError(f"--price is {price:g}: use dollars per hour of a machine, 0 or more")
+    if kinds > 1:
+        raise UsageError(
+            f"--price is {price:g}, and {kinds} kinds of machines may be used: leave it out, or name one --instance "
+            "and --zone, and --deadline without --spot"
+        )
+    return price
+
+
+def _environment(given: Sequence[str]) -> dict[str, str]:
+    """The values of --env. Raises UsageError for a name that is none; warns of what looks like a secret."""
+    found = parse_assignments(given, "--env", "NCCL_DEBUG=INFO")
+    for name in found:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise UsageError(f"--env names {name!r}, which is no environment variable: use letters, digits and _")
+        if _SECRET_NAME.search(name):
+            print(
+                f"culm: warning: --env {name} is not kept secret: manifests, user data and scripts show it; let the "
+                "machines get it from their image, role or service account",
+                file=sys.stderr,
+            )
+    return found
+
+
 def _check_affordable(provider: MachineProvider, order: LaunchOrder) -> None:
     """Raise UsageError if no machine can ever be had for --max-price; warn if spot prices would have to fall first."""
     max_price = math.inf if order.max_price is None else order.max_price
@@ -229,6 +294,16 @@ def _check_affordable(provider: MachineProvider, order: LaunchOrder) -> None:
     if all(request.market == "on-demand" for request in order.requests):
         raise UsageError(f"{words}: allow more, or use --spot")
     print(f"culm: warning: {words} now: none is started before a price falls", file=sys.stderr)
+
+
+def _warn_of_own_disks(provider: MachineProvider, out: str | None) -> None:
+    """Warn before money is spent for a run that cannot save: machines of clouds rarely share a folder."""
+    if provider.costs_money and out is not None and "://" not in out:
+        print(
+            f"culm: warning: --out is {out!r}, a folder that all machines on {provider.name} must share at this path: "
+            "name a bucket, as in s3://bucket/runs/a, if they share none",
+            file=sys.stderr,
+        )
 
 
 def _instances(
@@ -306,8 +381,33 @@ def _launch_name(job: str) -> str:
     return f"{label or 'job'}-{secrets.token_hex(3)}"
 
 
-def _print_dry_run(provider: MachineProvider, order: LaunchOrder, count: int, unchecked: str, *, json_: bool) -> None:
-    """Print what would be requested first: all machines of the cheapest kind."""
+def _lowest_prices(provider: MachineProvider, order: LaunchOrder) -> dict[Market, float]:
+    """Dollars per hour of the cheapest machine of each market whose price is known."""
+    found: dict[Market, float] = {}
+    for request in order.requests:
+        price = provider.price(request)
+        if price is not None:
+            found[request.market] = min(price, found.get(request.market, math.inf))
+    return found
+
+
+def _print_dry_run(
+    provider: MachineProvider,
+    order: LaunchOrder,
+    count: int,
+    unchecked: str,
+    *,
+    config: RunConfig,
+    load: Callable[[], Job],
+    json_: bool,
+) -> None:
+    """Print what would be requested first, all machines of the cheapest kind, and the odds of the limits."""
+    odds: dict[str, object] = {}
+    if config.deadline is not None or config.budget is not None:
+        from culm.cli.launching.launch_odds import odds_or_reason
+
+        odds, words = odds_or_reason(load, config, order, count, _lowest_prices(provider, order))
+        print(f"culm: {words}", file=sys.stderr)
     prices = [provider.price(request) for request in order.requests]
     best = min(range(len(prices)), key=lambda index: math.inf if prices[index] is None else prices[index] or 0.0)
     text = _manifest(provider, order, order.requests[best], count)
@@ -322,7 +422,8 @@ def _print_dry_run(provider: MachineProvider, order: LaunchOrder, count: int, un
     ]
     price = prices[best]
     cost = None if price is None else price * count
-    print(json.dumps({"provider": provider.name, "cost_per_h": cost, "offers": offers, "manifest": text}))
+    shown = {"provider": provider.name, "cost_per_h": cost, "offers": offers, "manifest": text}
+    print(json.dumps(shown | ({"odds": odds} if odds else {})))
 
 
 def _manifest(provider: MachineProvider, order: LaunchOrder, one: MachineRequest, count: int) -> str:
@@ -337,12 +438,15 @@ def _manifest(provider: MachineProvider, order: LaunchOrder, one: MachineRequest
         grace_s=order.grace_s,
         abandon_after_s=order.abandon_after_s,
         environment=order.environment,
+        prices=known_prices((each, provider.price(each)) for each in order.requests),
     )
-    return provider.manifest(spec, MachineRequest(count=count, instance=one.instance, market=one.market, zone=one.zone))
+    return provider.manifest(spec, msgspec.structs.replace(one, count=count))
 
 
-def _ask(count: int, on: str) -> None:
+def _ask(count: int, on: str, *, answered: bool) -> None:
     """Ask whether to spend money. Raises UsageError if the answer is not yes."""
+    if answered:
+        return
     if not sys.stdin.isatty():
         raise UsageError(f"--on {on} costs money, and there is no terminal to ask on: add --yes")
     if not typer.confirm(f"start {count} machines on {on}?", default=False):

@@ -1,4 +1,4 @@
-"""`culm list`: the launches of this machine, whether anything of them still runs, and what it costs."""
+"""`culm list`: the jobs that run on this machine, and its launches: whether they still run, and what they cost."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from culm.machines.head_registry import KEPT_S, HeadLaunch, forget_head_launch, 
 from culm.machines.launch_registry import FoundLaunch, known_launches
 from culm.machines.machine_provider import Machine
 from culm.machines.remote_head import list_on_head
+from culm.providers.supervisor.run_registry import FoundJob, known_jobs
 
 _TIMEOUT_S = 20.0
 """Limit for an engine to list its machines."""
@@ -28,13 +29,15 @@ def list_launches(
     json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
-    """List what was launched from this machine and may still have machines."""
+    """List the jobs that run on this machine, and what was launched from it and may still have machines."""
     with report_errors(debug=debug):
         rows = asyncio.run(_describe_all(known_launches(), known_head_launches()))
+        launched = {row["job"] for row in rows}
+        rows += [_describe_job(job) for job in known_jobs() if job.running and job.entry.name not in launched]
         if json_:
             print(json.dumps(rows))
         elif not rows:
-            print("nothing is launched from this machine")
+            print("nothing runs on this machine, and nothing is launched from it")
         else:
             make_console(stderr=False).print(_table(rows))
 
@@ -43,6 +46,14 @@ async def _describe_all(launches: list[FoundLaunch], heads: list[HeadLaunch]) ->
     on_heads = [asyncio.to_thread(_describe_on_head, head) for head in heads]
     rows = await asyncio.gather(*map(_describe, launches), *on_heads)
     return [row for row in rows if row is not None]
+
+
+def _describe_job(job: FoundJob) -> dict[str, Any]:
+    """The row of a job of `culm run` on this machine."""
+    entry = job.entry
+    machines = {"wanted": 1, "running": 1, "pending": 0, "usd_per_h": 0.0}
+    row = {"job": entry.name, "launch": "", "on": "this machine", **machines, "seconds": time.time() - entry.started_at}
+    return row | {"supervised": True, "problem": "", "head": ""}
 
 
 def _describe_on_head(head: HeadLaunch) -> dict[str, Any] | None:

@@ -22,6 +22,7 @@ from culm.errors import PlanError, UsageError
 from culm.market.catalogue import PricedInstance, load_catalogue, parse_date
 from culm.plan.model.accelerators import ACCELERATORS, find_accelerator
 from culm.plan.rent.fleet_search import (
+    ANY_NODE_COUNT,
     Fleet,
     FleetGoal,
     FleetOffer,
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from culm.strategies.strategy import Strategy
 
 DEFAULT_TOKENS = 1e9
-MAX_NODES = 128
 _MICRO_BATCHES = (1, 2, 4, 8)
 _COUNT_UNITS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 _TIME_UNITS = {"m": 1 / 60, "min": 1 / 60, "h": 1.0, "d": 24.0, "w": 168.0}
@@ -151,7 +151,7 @@ def parse_deadline(text: str | None) -> float:
 
 
 def _base_query(request: FleetRequest, model: ReferenceModel, offers: Sequence[FleetOffer]) -> RentalQuery:
-    nodes = plan_inputs.parse_node_range(request.nodes, MAX_NODES)
+    nodes = ANY_NODE_COUNT if request.nodes is None else plan_inputs.parse_node_range(request.nodes)
     return RentalQuery(
         profiles=offers[0].profiles,
         global_batch=request.batch or model.global_batch,

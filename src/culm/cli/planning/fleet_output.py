@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich import box
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 MAX_ROWS = 12
 _PLOT_ROWS = 16
+_MAX_TABLE_WIDTH = 500
 
 
 def fleets_to_show(answer: FleetAnswer) -> list[Fleet]:
@@ -66,10 +68,19 @@ def print_answer(
             "old: compare today's before you choose it",
             highlight=False,
         )
-    console.print(_fleet_table(answer, spreads))
+    _print_uncut(console, _fleet_table(answer, spreads))
     console.print(_text_plot(answer, console.width))
     for note in notes:
         console.print(f"note: {note}", highlight=False)
+
+
+def _print_uncut(console: Console, table: Table) -> None:
+    """Print a table at least as wide as its columns need: a wrapped line is better than a number that is cut off."""
+    width = console.width
+    needed = Measurement.get(console, console.options.update_width(_MAX_TABLE_WIDTH), table).maximum
+    console.width = max(width, needed)
+    console.print(table)
+    console.width = width
 
 
 def _limits(answer: FleetAnswer) -> str:

@@ -224,7 +224,7 @@ class _PlanPrinter:
         self, options: RentalOptions, query: RentalQuery, offer: InstanceOffer, about: Sequence[str], toml: str
     ) -> None:
         """Print the table of rental options."""
-        one = plan_greedy(options.table[0].case) if self.json or self.picture or self.out else None
+        one = plan_output.run_solution(options.table[0]) if self.json or self.picture or self.out else None
         if one is not None:
             self._write_files(one, toml)
         if self.json and one is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +12,12 @@ from rich.table import Table
 
 from culm.errors import UsageError
 from culm.plan import PlanCache, PlanCase, PlanSolution, explain_plan, plan_greedy
-from culm.plan.rent.failure_free_step import healthy_plan
+from culm.plan.rent.failure_free_step import healthy_plan, planned_step_shape
 from culm.plan.replan.failure_options import FailureOption, summarize_options
+from culm.plan.replan.planned_schedule import PLANNED, plan_step
+from culm.plan.replan.step_bound import step_lower_bound
 from culm.plan.replan.symmetry import single_pipeline_case
-from culm.schedule import Kind, time_plan
+from culm.schedule import Kind, check_plan, time_plan
 from culm.sim.planned_workload import planned_workload, workload_toml
 from culm.text_format import format_bytes
 
@@ -62,6 +65,30 @@ def plan_json(solution: PlanSolution, healthy: PlanSolution) -> dict[str, Any]:
         "why": explain_plan(solution),
         "schedule": {lists.slot_label(worker): list(map(str, row)) for worker, row in enumerate(lists.workers)},
     }
+
+
+def run_solution(row: RentalOption) -> PlanSolution:
+    """The step of a row as a run makes it with every slot filled: under the schedule of the row. Large steps under
+    `planned` are those of the greedy planner."""
+    case = row.case
+    if row.schedule != PLANNED:
+        plan = healthy_plan(case, row.schedule)
+    elif case.stages * -(-case.micro_batches // case.pipelines) <= _MAX_PLANNED_FORWARDS:
+        plan = plan_step(replace(planned_step_shape(case, row.limits), two_ranges=case.two_ranges)).plan
+    else:
+        plan = plan_greedy(case).plan
+    return PlanSolution(
+        case=case,
+        plan=plan,
+        step_time=row.failure_free_step_s,
+        lower_bound=min(row.failure_free_step_s, step_lower_bound(case)),
+        peak_activations=check_plan(plan).peak_activations,
+        solver=row.schedule,
+    )
+
+
+_MAX_PLANNED_FORWARDS = 600
+"""Forwards of a pipeline up to which the plan of a run is made for the output."""
 
 
 def slowdowns(case: PlanCase, plans: PlanCache) -> list[tuple[int, float]]:

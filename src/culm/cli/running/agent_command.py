@@ -64,6 +64,7 @@ def agent(
             abandon_after_s=abandon_after,
             idle_timeout_s=idle_timeout,
             on_line=_print_line,
+            on_job=lambda name: set_process_title("agent", name),
         )
 
 

@@ -107,9 +107,22 @@ async def _serve(data: Path, address: str | None, port: int, job: str, expires_a
     with contextlib.suppress(asyncio.CancelledError), locked_head_folder(data):
         folder = open_head_folder(data, [host, "127.0.0.1", "localhost"], new_secret=rotate)
         async with head_etcd(folder, host, port) as etcd:
+            _warn_of_version(etcd.binary)
             _print_token(folder, host, port, job, expires_at)
             await etcd.keep_running(lambda line: print(f"culm: {line}", flush=True))
     print("culm: the head has stopped; its data is kept", flush=True)
+
+
+def _warn_of_version(binary: str) -> None:
+    from culm.cluster.store.etcd.etcd_errors import loses_data
+    from culm.providers.private_etcd import etcd_version
+
+    if loses_data(version := etcd_version(binary)):
+        print(
+            f"culm: warning: etcd {version} can lose data when it is killed under load: install 3.5.3 or newer as etcd "
+            "in PATH, which culm head then uses",
+            file=sys.stderr,
+        )
 
 
 def _print_token(folder: HeadFolder, host: str, port: int, job: str, expires_at: int) -> None:

@@ -76,7 +76,7 @@ def _line(message: ToWindow) -> str:
             return setup_line(setup)
         case StepShown(metrics, at):
             loss = "" if metrics.loss is None else f": loss {metrics.loss:.4f}"
-            return f"{_clock(at)} step {metrics.step + 1}{loss}"
+            return f"{_clock(at)} step {metrics.step}{loss}"
         case EventShown(text, at) | OutputShown(text, at):
             return f"{_clock(at)} {text}"
         case _:

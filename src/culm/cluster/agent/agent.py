@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
@@ -364,6 +365,8 @@ class Agent:
             if value is not None and value != self._forwarded_epoch:  # a new session starts with the current one
                 self._forwarded_epoch = value
                 await self._forward_epoch(messages.decode_announcement(value))
+                if not self._simulated and self._leader is None:  # a leader does so itself
+                    gc.collect()  # the last loss has left errors that refer to each other
 
     async def _forward_epoch(self, announcement: messages.EpochAnnouncement) -> None:
         """Send an announced epoch to the workers: what they need of it, or the whole of it from the store."""
@@ -456,4 +459,4 @@ async def _cancel_and_wait(*tasks: asyncio.Future[Any]) -> None:
 
 def _leader_lost_message(node: str, setup: RunSetup) -> str:
     saved = f"resume it with --resume {setup.out} if it had a checkpoint" if setup.out else "nothing of it was saved"
-    return f"node {node}, the leader, was lost and no other node holds its layers (strategy {setup.strategy}): {saved}"
+    return f"node {node}, the leader, was lost and {setup.why_losses_are_final}: {saved}"

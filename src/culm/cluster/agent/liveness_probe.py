@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from culm.cluster.run_setup import decode_node_record
 from culm.cluster.store.store import Store
+from culm.errors import RunError
 
 if TYPE_CHECKING:
     from culm.runtime.clock import Clock
@@ -53,14 +54,17 @@ class LivenessProber:
         """Probe the node of this address, unless a probe is running."""
         if address in self._nodes:
             key, agent = self._nodes[address]
-            if key not in self._probes or self._probes[key].done():
-                self._probes[key] = asyncio.create_task(self._probe(key, agent))
+            if key not in self._probes:
+                probe = self._probes[key] = asyncio.create_task(self._probe(key, agent))
+                probe.add_done_callback(lambda _: self._probes.pop(key))
 
     async def _probe(self, key: str, agent: Address) -> None:
         for pause in _RETRY_DELAYS_S:
             await self._clock.sleep(pause)
             if await self._refuses_connection(agent):
-                await self.evict_node(key)
+                with contextlib.suppress(RunError):  # this agent has lost the store, and notices that elsewhere
+                    await self.evict_node(key)
+                self._nodes = {address: known for address, known in self._nodes.items() if known != (key, agent)}
                 return
 
     async def evict_node(self, key: str) -> None:
@@ -68,9 +72,10 @@ class LivenessProber:
         await self._store.evict(key)
 
     async def close(self) -> None:
-        for task in self._probes.values():
+        probes = list(self._probes.values())
+        for task in probes:
             task.cancel()
-        await asyncio.gather(*self._probes.values(), return_exceptions=True)
+        await asyncio.gather(*probes, return_exceptions=True)
 
 
 async def refuses_connection(address: Address) -> bool:

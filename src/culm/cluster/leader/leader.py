@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import gc
 import hashlib
-import traceback
 from collections import deque
 from collections.abc import Coroutine, Iterator, Mapping
 from dataclasses import replace
@@ -42,7 +41,7 @@ from culm.cluster.leader.policy_case import PolicyCase
 from culm.cluster.leader.reshaped_epoch import ReshapeInputs, reshaped_epoch, template_epoch
 from culm.cluster.run_setup import RunResult, encode
 from culm.cluster.store.store import SessionLost
-from culm.errors import BudgetReached, CulmError, RunError
+from culm.errors import BudgetReached, CulmError, RunError, unexpected_failure
 from culm.market.cost_record import CostRecord, cost_fields
 from culm.metric import declared_metrics
 from culm.observe.event_hooks import EventHookReport, has_event_hook
@@ -81,6 +80,9 @@ _LOG_DELAY_S = 0.2
 """How long recorded events are collected before they are written."""
 _STORAGE_CHECK_S = 0.5
 """Time between two checks of a storage that fails."""
+
+_MAX_PLANS = 512
+"""Plans that a leader keeps. Each node that becomes slow has other costs, and with them other plans."""
 
 LeaderInput: TypeAlias = "LeaderEvent | CulmError"
 
@@ -138,7 +140,7 @@ class Leader:
         self._folder = RunFolder(setup.out, resumed_at=None if setup.resume is None else setup.start)
         self._line_buffer = self._buffer_lines(self._folder)
         self._store_writer = StoreWriter(store, self.state.timeouts.store_call)
-        self._plan_cache = PlanCache()
+        self._plan_cache = PlanCache(max_solutions=_MAX_PLANS)
         self._committer = CheckpointCommitter(self.state.checkpoints, setup, clock)
         self._committer.on_failure = self._handle_commit_failure
         self._committer.on_recovery = partial(self._storage_health.record_recovery, "commit")
@@ -149,7 +151,8 @@ class Leader:
         """The announcement in the store; of an earlier epoch if a leader was lost before it could announce one."""
         self._next_events: deque[LeaderEvent] = deque()
         """Events to handle before those of the inbox."""
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: dict[asyncio.Task[None], None] = {}
+        """Tasks that have not ended, in the order in which they were started."""
         self._input_log = self._create_input_log()
         self._log_write: asyncio.Task[None] | None = None
         self._cost_record: CostRecord | None = None
@@ -188,7 +191,7 @@ class Leader:
         except SessionLost:
             raise
         except Exception as reason:
-            error = reason if isinstance(reason, CulmError) else _unexpected_error(reason)
+            error = reason if isinstance(reason, CulmError) else unexpected_failure("the leader", reason)
         self.log_event("failed", error=type(error).__name__, message=str(error))
         await self._write_final_cost()
         await self._finish_event_hooks()
@@ -240,7 +243,13 @@ class Leader:
         return None
 
     async def _plan_in_background(self, call: Call) -> None:
-        self.inbox.put_nowait(await self._complete_call(call))
+        """Plan a recovery while the leader handles other events. An exception ends the run: no event would follow."""
+        try:
+            completed = await self._complete_call(call)
+        except Exception as error:  # of a strategy of the user, for example
+            failure = unexpected_failure("planning the recovery", error)
+            completed = Completed(call.number, error=ErrorRaised.from_error(failure))
+        self.inbox.put_nowait(completed)
 
     async def _complete_call(self, call: Call) -> Completed:
         """Execute a call. An expected error becomes part of the result; others raise."""
@@ -341,6 +350,7 @@ class Leader:
     def _plan_recovery(self, order: events.PlanRecovery, setup: RunSetup, old: Epoch | None) -> events.PlannedEpoch:
         """Plan the next epoch. Runs in a thread."""
         assert old is not None
+        self._collect_garbage()
         hits = self._plan_cache.hits
         with paused_collection():
             planned = self._plan_epoch(order, setup, old)
@@ -366,6 +376,12 @@ class Leader:
             limits_activations=order.limits_activations,
             failed_slots=order.failed_slots,
         )
+
+    def _collect_garbage(self) -> None:
+        """Free what would otherwise be exempted from collection, and never be freed, with the plans that are made next.
+        Takes a millisecond: what lives for long has been exempted already."""
+        if not self._simulated:
+            gc.collect()
 
     def _plan_reshape(self, order: events.PlanReshape, setup: RunSetup, old: Epoch | None) -> events.PlannedEpoch:
         """Plan the next epoch in another shape. Runs in a thread. Raises PlanError if that is impossible."""
@@ -402,6 +418,7 @@ class Leader:
                 self.state.setup, order.inventories, order.committed, order.old_epoch, self._plan_cache
             )
             members = self.state.epoch.members if self.state.epoch is not None else ()
+            self._collect_garbage()
             plans = precompute_next_plans(replace(cluster, nodes=nodes_by_slot(members)))
             while await self.clock.run_in_thread(next, plans, None) is not None:
                 pass
@@ -410,7 +427,11 @@ class Leader:
             self.log_event("unplanned", why=f"cannot precompute plans: {type(error).__name__}: {error}")
 
     async def _improve_plan(self, shape: PipelineShape) -> None:
-        self.inbox.put_nowait(await self.clock.run_in_thread(search_plan, self.state.initial_setup, shape))
+        """Search for a better plan in a thread. A failure leaves the plan as it is."""
+        try:
+            self.inbox.put_nowait(await self.clock.run_in_thread(search_plan, self.state.initial_setup, shape))
+        except Exception as error:
+            self.log_event("unplanned", why=f"cannot improve the plan: {type(error).__name__}: {error}")
 
     def _policy_case(self) -> PolicyCase:
         return self.state.handlers.epoch_change.reshape_controller.policy_case()
@@ -501,9 +522,18 @@ class Leader:
         except RunError as error:
             self.inbox.put_nowait(error)
 
-    def _start_task(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def _start_task(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run a coroutine beside the others. An unexpected exception ends the run: nobody waits for the task."""
         task = asyncio.create_task(coroutine)
-        self._tasks.append(task)
+        self._tasks[task] = None
+        task.add_done_callback(self._handle_task_end)
+        return task
+
+    def _handle_task_end(self, task: asyncio.Task[None]) -> None:
+        del self._tasks[task]
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, CulmError):  # a store that is lost is reported by its watch
+            self.inbox.put_nowait(unexpected_failure("the leader", error))
 
     # The input log.
 
@@ -525,8 +555,7 @@ class Leader:
         if log.is_full:
             self.log_event("input_log_full", why="later events cannot be replayed")
         if self._log_write is None or self._log_write.done():
-            self._log_write = asyncio.create_task(self._write_input_log(log, _LOG_DELAY_S))
-            self._tasks.append(self._log_write)
+            self._log_write = self._start_task(self._write_input_log(log, _LOG_DELAY_S))
 
     async def _write_input_log(self, log: InputLogWriter, delay_s: float = 0.0) -> None:
         """Write recorded events in a thread. If that fails, nothing more is recorded: the run does not need it."""
@@ -595,6 +624,8 @@ class Leader:
     def _log_writer_failures(self) -> None:
         for failure in self._writers.take_failures():
             self.log_event("writer_failed", writer=failure.writer, why=failure.why)
+            sentence = f"the writer {failure.writer} failed ({failure.why}) and gets no more steps; the run goes on"
+            self._store_writer.enqueue("incident", sentence.encode(), keep_every_value=True)
 
     def _log_event_hook(self, report: EventHookReport) -> None:
         """Log a hook for events that has failed, or that takes long. The run does not depend on it."""
@@ -646,8 +677,7 @@ class Leader:
         """Write cost.json in the background. A write that fails is repeated with the next change."""
         self._cost_record = record
         if self._cost_write is None or self._cost_write.done():
-            self._cost_write = asyncio.create_task(self._write_newest_cost())
-            self._tasks.append(self._cost_write)
+            self._cost_write = self._start_task(self._write_newest_cost())
 
     async def _write_newest_cost(self) -> None:
         written: CostRecord | None = None
@@ -822,10 +852,3 @@ def paused_collection() -> Iterator[None]:
 
 def _to_event(item: LeaderInput) -> LeaderEvent:
     return ErrorRaised.from_error(item) if isinstance(item, CulmError) else item
-
-
-def _unexpected_error(reason: Exception) -> RunError:
-    """An unexpected exception of the leader as the error that ends the run."""
-    error = RunError(f"the leader failed: {type(reason).__name__}: {reason}")
-    error.trace = "".join(traceback.format_exception(reason))
-    return error

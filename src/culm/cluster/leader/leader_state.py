@@ -8,7 +8,6 @@ so that another node can take over.
 from __future__ import annotations
 
 import math
-import traceback
 from collections import deque
 from collections.abc import Generator, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -58,7 +57,7 @@ from culm.cluster.leader.stored_snapshot import EncodedSnapshot
 from culm.cluster.leader.timed_steps import TimedSteps
 from culm.cluster.run_setup import decode_node_record, encode
 from culm.cluster.timeouts import derive_timeouts
-from culm.errors import CulmError, NodeLost, RunError
+from culm.errors import CulmError, NodeLost, RunError, unexpected_failure
 from culm.metric import Metric, Reduction, declared_metrics
 from culm.monitor import EarlyStop, EvaluationInterval, Monitor, to_monitor
 from culm.observe.ledger import Ledger
@@ -227,8 +226,7 @@ class LeaderState:
         except CulmError as error:
             self._end(ErrorRaised.from_error(error))
         except Exception as error:
-            trace = "".join(traceback.format_exception(error))
-            self._end(ErrorRaised(RunError.__name__, f"the leader failed: {type(error).__name__}: {error}", trace))
+            self._end(ErrorRaised.from_error(unexpected_failure("the leader", error)))
         instructions, self._instructions = self._instructions, []
         return instructions
 
@@ -681,11 +679,9 @@ class LeaderState:
 
     def node_lost_error(self, node: int) -> NodeLost:
         """The error that ends the run when a node is lost for good."""
-        saved = self._newest_checkpoint_folder()
-        return NodeLost(
-            f"node {node} was lost in step {self.ledger.next_step} and no other node holds its layers (strategy "
-            f"{self.setup.strategy}): " + (f"resume it with --resume {saved}" if saved else "it had no checkpoint yet")
-        )
+        saved, why = self._newest_checkpoint_folder(), self.setup.why_losses_are_final
+        fix = f"resume it with --resume {saved}" if saved else "it had no checkpoint yet"
+        return NodeLost(f"node {node} was lost in step {self.ledger.next_step} and {why}: {fix}")
 
     def all_nodes_left_error(self) -> NodeLost:
         """The error that ends the run when every node has notice."""

@@ -77,6 +77,8 @@ class PlanImprover:
 
 def search_plan(setup: RunSetup, shape: PipelineShape) -> PlanSearched:
     """Search for a shorter plan of a shape. Takes as long as the setup allows: call it in a thread."""
+    if len(shape.segments) > shape.depths[0]:
+        return PlanSearched(shape.depths, why="the solver plans one segment per worker, and this plan has two")
     try:
         better = improve_plan(step_of(setup, shape).planner_shape, Plan.from_text(shape.plan_text), setup.improve_plan)
     except PlanError as error:

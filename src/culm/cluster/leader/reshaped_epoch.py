@@ -22,6 +22,7 @@ from culm.plan.recover.role_assignment import (
     assign_roles,
     shadows_on_other_nodes,
 )
+from culm.plan.replan.planned_schedule import PLANNED
 from culm.plan.reshape.pipeline_shape import (
     Depths,
     PipelineShape,
@@ -43,6 +44,7 @@ def layer_model_of(setup: RunSetup) -> ShapeInputs:
         micro_batches=Plan.from_text(setup.plan).micro_batches,
         schedule=setup.schedule,
         ranges=len(setup.segments) // setup.stages if setup.schedule == "interleaved" else 1,
+        may_use_two_ranges=setup.schedule == PLANNED and len(setup.segments) > setup.stages,
         evaluation_micro_batches=setup.evaluation_parts if setup.evaluation is not None else 0,
         memory=setup.memory,
         max_activations=setup.max_activations,

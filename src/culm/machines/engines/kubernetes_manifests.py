@@ -36,6 +36,9 @@ _KEEP_ENDED_S = 3600
 """How long Kubernetes keeps Jobs that have ended, so that their logs can be read."""
 _STOP_MARGIN_S = 15
 """Seconds between the end of an agent's grace and the moment when the kubelet kills it."""
+_LEAST_CPU, _LEAST_MEMORY = "1", "2Gi"
+"""Requests of a Pod, if the user names none. Without requests Kubernetes would put all Pods on one node, and evict them
+first."""
 _HOME = "/home/culm"
 _SPOT_TAINTS = ("cloud.google.com/gke-spot", "kubernetes.azure.com/scalesetpriority", "karpenter.sh/capacity-type")
 """Taints that clouds and autoscalers put on spot nodes."""
@@ -47,9 +50,9 @@ class PodOptions:
 
     gpus: int = 0
     cpu: str = ""
-    """As in "4" or "500m"; empty: no request."""
+    """As in "4" or "500m"; empty: a small request."""
     memory: str = ""
-    """As in "16Gi"; empty: no request."""
+    """As in "16Gi", which is also the limit; empty: a small request without a limit."""
     shared_memory: str = ""
     """Limit of /dev/shm, as in "8Gi"; empty: half of the node's memory."""
     spot_label: tuple[str, str] | None = None
@@ -158,13 +161,11 @@ def _container(spec: LaunchSpec, request: MachineRequest, options: PodOptions) -
             {"name": "shared-memory", "mountPath": "/dev/shm"},
         ],
     }
-    requests = {name: value for name, value in (("cpu", options.cpu), ("memory", options.memory)) if value}
+    resources = {"requests": {"cpu": options.cpu or _LEAST_CPU, "memory": options.memory or _LEAST_MEMORY}}
     limits: dict[str, Any] = {"memory": options.memory} if options.memory else {}
     if options.gpus:
         limits["nvidia.com/gpu"] = options.gpus
-    if requests or limits:
-        resources = {"requests": requests, "limits": limits}
-        container["resources"] = {name: amounts for name, amounts in resources.items() if amounts}
+    container["resources"] = {**resources, **({"limits": limits} if limits else {})}
     return container
 
 
@@ -260,7 +261,10 @@ def dump_yaml(value: Any) -> str:
     yaml = import_yaml()
 
     class Dumper(yaml.SafeDumper):  # type: ignore[misc, name-defined]
-        """Writes strings of several lines as they are."""
+        """Writes strings of several lines as they are, and names what is used several times."""
+
+        def generate_anchor(self, node: Any) -> str:
+            return str(super().generate_anchor(node)).replace("id", "machine-")
 
     def represent(dumper: Any, text: str) -> Any:
         return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)

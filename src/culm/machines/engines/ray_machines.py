@@ -1,12 +1,16 @@
 """`--on ray`: each machine is a Ray actor on a node of its own, which runs one agent.
 
 The actors are independent (`max_restarts=0`, no placement group): a lost node ends one agent and restarts none. When
-Ray drains a node, its agent gets a notice. The actors end with the process that launched them.
+Ray drains a node, its agent gets a notice. The actors are detached, with the launch as their namespace: they go on when
+the process that launched them ends, another process finds them, and each ends soon after its agent.
+
+PROVIDER FOLDER/used    exists from before the first actor is started
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -15,6 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,14 +44,22 @@ A = ParamSpec("A")
 T = TypeVar("T")
 _ANSWER_TIMEOUT_S = 10.0
 _POLL_S = 1.0
+_LINGER_S = 60.0
+"""How long an actor stays after its agent, so that the launching process can ask how that ended."""
 
 
 class RayAgent:
     """The actor: starts one agent, and ends it when the actor ends."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(self) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - no file is left when the actor is killed
         self._notice = tempfile.TemporaryFile("w")  # noqa: SIM115 - the same
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_started = threading.Event()
+        threading.Thread(target=self._end_after_agent, daemon=True).start()
+
+    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start the agent. Not done by the constructor: Ray keeps the arguments of that, which contain the token."""
         notice_file = f"/proc/{os.getpid()}/fd/{self._notice.fileno()}"
         program = shutil.which(command[0]) or command[0]
         wrapper = [sys.executable, die_with_parent.__file__, str(os.getpid()), program, *command[1:]]
@@ -58,21 +71,30 @@ class RayAgent:
             stderr=self._log,
             start_new_session=True,
         )
+        self._is_started.set()
+
+    def _end_after_agent(self) -> None:
+        """End the actor when nobody needs it any more: it holds resources of its node."""
+        if self._is_started.wait(_LINGER_S) and self._process is not None:
+            self._process.wait()
+            time.sleep(_LINGER_S)
+        os._exit(0)
 
     def poll(self) -> tuple[int | None, str]:
         """(exit status of the agent; None: it runs, the end of its log)."""
-        status = self._process.poll()
+        status = None if self._process is None else self._process.poll()
         return status, "" if status is None else log_end(Path(f"/proc/self/fd/{self._log.fileno()}"))
 
     def drain(self, notice_s: float) -> None:
         """Give the agent a notice of so many seconds."""
         self._notice.write(f"{notice_s:g}")
         self._notice.flush()
-        self._process.send_signal(signal.SIGTERM)
+        if self._process is not None:
+            self._process.send_signal(signal.SIGTERM)
 
     def end(self) -> None:
         """End the agent at once."""
-        if self._process.poll() is None:
+        if self._process is not None and self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
@@ -109,6 +131,7 @@ class RayMachines:
             self._resources: dict[str, float] = json.loads(given.get("resources", "{}"))
         except ValueError:
             raise UsageError(f'--option resources is {given["resources"]!r}: use JSON, as in {{"spot": 1}}') from None
+        self._used_mark = Path(settings.folder) / "used"
         self._machines: dict[str, RayMachine] = {}
         self._is_connected = False
 
@@ -135,6 +158,7 @@ class RayMachines:
 
     def _start_all(self, spec: LaunchSpec, request: MachineRequest) -> list[str]:
         self._connect()
+        self._used_mark.touch()
         used = {machine.node for machine in self._machines.values() if machine.state != "ended"}
         free = [node for node in self._fitting_nodes() if node not in used]
         if len(free) < request.count:
@@ -185,8 +209,10 @@ class RayMachines:
         id_ = f"ray-{len(self._machines) + 1}"
         environment = {**spec.environment, **spec.secret_environment, MACHINE_VARIABLE: id_}
         on_node = NodeAffinitySchedulingStrategy(node, soft=False)
-        options = {"max_restarts": 0, "name": id_, "scheduling_strategy": on_node, **self._actor_options()}
-        actor = ray.remote(RayAgent).options(**options).remote(spec.agent_command(request), environment)
+        options = {"max_restarts": 0, "name": id_, "lifetime": "detached", "scheduling_strategy": on_node}
+        options |= self._actor_options()
+        actor: Any = ray.remote(RayAgent).options(**options).remote()
+        actor.start.remote(spec.agent_command(request), environment)
         self._machines[id_] = RayMachine(actor, node, time.time())
         return id_
 
@@ -209,6 +235,8 @@ class RayMachines:
         import ray
         from ray.exceptions import GetTimeoutError, RayActorError
 
+        if not self._machines:
+            self._find_machines()
         polls = {id_: m.actor.poll.remote() for id_, m in self._machines.items() if m.state != "ended"}
         ready, _ = ray.wait(list(polls.values()), num_returns=len(polls), timeout=_POLL_S) if polls else ([], [])
         for id_, answer in polls.items():
@@ -226,6 +254,21 @@ class RayMachines:
                 if status is not None:
                     machine.state = "ended"
                     machine.reason, machine.failed = describe_agent_end(status, log)
+                    ray.kill(machine.actor)  # the resources of its node are free for another one
+
+    def _find_machines(self) -> None:
+        """Find the actors of a launch that another process has started."""
+        import ray
+        from ray.util import list_named_actors
+
+        if not self._used_mark.exists():
+            return
+        self._connect()
+        for found in list_named_actors(all_namespaces=True):
+            if found["namespace"] == self._settings.launch:
+                with contextlib.suppress(ValueError):  # it has just ended
+                    actor = ray.get_actor(found["name"], namespace=self._settings.launch)
+                    self._machines[found["name"]] = RayMachine(actor, "", 0.0)
 
     async def drain(self, ids: list[str], notice_s: float) -> None:
         for machine in self._of(ids):
@@ -264,16 +307,17 @@ class RayMachines:
         return 0.0
 
     async def down(self) -> None:
-        """The actors of another process have ended with it."""
-        await _in_thread(self._disconnect)
+        await _in_thread(self._end_all)
 
-    def _disconnect(self) -> None:
-        if not self._is_connected:
-            return
+    def _end_all(self) -> None:
+        """End all actors of the launch, and disconnect."""
         import ray
 
-        self._end(list(self._machines.values()))
-        ray.shutdown()
+        self._find_machines()
+        self._end([machine for machine in self._machines.values() if machine.state != "ended"])
+        self._used_mark.unlink(missing_ok=True)
+        if self._is_connected:
+            ray.shutdown()
         self._is_connected = False
 
 

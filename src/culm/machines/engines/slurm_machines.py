@@ -1,8 +1,10 @@
 """`--on slurm`: each machine is one element of a job array, which runs one agent.
 
 The elements are independent: a lost one never restarts the others. `--requeue` lets Slurm start an element again, as a
-new machine; `--signal=B:TERM@SECONDS` is the notice. The token is in a file that only the user can read, in the folder
-of the launch: this machine and those of the cluster share the user's files, as usual with Slurm.
+new machine; `--signal=B:TERM@SECONDS` is the notice before a time limit. A preemption is found in the listing of the
+elements: at the beginning of a grace time Slurm signals job steps only, and not the script with the agent. The token is
+in a file that only the user can read, in the folder of the launch: this machine and those of the cluster share the
+user's files, as usual with Slurm.
 """
 
 from __future__ import annotations
@@ -31,12 +33,12 @@ from culm.machines.machine_provider import (
     MachineRequest,
     MachineState,
     ProviderSettings,
-    no_notices,
 )
 from culm.providers.child_environment import environment_without_secrets
 
 _TIMEOUT_S = 30.0
 _END_POLL_S, _END_TIMEOUT_S = 0.2, 30.0
+_NOTICE_POLL_S = 5.0
 _RUNNING = ("RUNNING", "COMPLETING", "STOPPED", "SIGNALING", "STAGE_OUT", "SUSPENDED")
 _PENDING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "RESIZING", "REQUEUE_FED")
 _SCRIPT = """\
@@ -75,6 +77,11 @@ class SlurmElement(NamedTuple):
     reason: str
     exit_status: int | None
     started_at: float
+    partition: str = ""
+    preempted_at: float | None = None
+    """Unix time at which Slurm decided to preempt it; None: it did not."""
+    ends_at: float | None = None
+    """Unix time at which Slurm ends it, as far as that is known."""
 
 
 class SlurmMachines:
@@ -189,8 +196,25 @@ class SlurmMachines:
         if ids:
             await _run("scancel", "--quiet", *map(_element_of, ids), missing_ok=True)
 
-    def notices(self) -> AsyncIterator[MachineNotice]:
-        return no_notices()
+    async def notices(self) -> AsyncIterator[MachineNotice]:
+        """Preemptions with a grace time."""
+        reported: set[str] = set()
+        while True:
+            await asyncio.sleep(_NOTICE_POLL_S)
+            for element in await self._elements():
+                id_ = f"{element.element}.{element.restarts}"
+                if element.state == "RUNNING" and element.preempted_at is not None and id_ not in reported:
+                    reported.add(id_)
+                    ends_at = element.preempted_at + await self._grace_s(element.partition)
+                    if element.ends_at is not None:
+                        ends_at = min(ends_at, element.ends_at)
+                    yield MachineNotice(id_, max(0.0, ends_at - time.time()), "Slurm preempts its job")
+
+    async def _grace_s(self, partition: str) -> float:
+        """Seconds between the preemption of a job and its end."""
+        shown = await _run("scontrol", "--oneliner", "show", "partition", partition)
+        found = re.search(r"\bGraceTime=(\d+)", shown)
+        return float(found[1]) if found else 0.0
 
     def price(self, request: MachineRequest) -> float | None:
         del request
@@ -218,13 +242,10 @@ def parse_elements(line: str) -> list[SlurmElement]:
         return []
     code, _, number = fields.get("ExitCode", "").partition(":")
     status = None if number not in ("", "0") or not code.isdigit() else int(code)
-    with contextlib.suppress(ValueError):
-        started_at = datetime.fromisoformat(fields.get("StartTime", "")).timestamp()
-        return [_element(fields, index, status, started_at) for index in _indices(fields["ArrayTaskId"])]
-    return [_element(fields, index, status, 0.0) for index in _indices(fields["ArrayTaskId"])]
+    return [_element(fields, index, status) for index in _indices(fields["ArrayTaskId"])]
 
 
-def _element(fields: Mapping[str, str], index: int, status: int | None, started_at: float) -> SlurmElement:
+def _element(fields: Mapping[str, str], index: int, status: int | None) -> SlurmElement:
     reason = fields.get("Reason", "")
     return SlurmElement(
         f"{fields['ArrayJobId']}_{index}",
@@ -232,8 +253,19 @@ def _element(fields: Mapping[str, str], index: int, status: int | None, started_
         fields.get("JobState", ""),
         "" if reason == "None" else reason,
         status,
-        started_at,
+        _unix_time(fields.get("StartTime", "")) or 0.0,
+        fields.get("Partition", ""),
+        _unix_time(fields.get("PreemptTime", "")),
+        _unix_time(fields.get("EndTime", "")),
     )
+
+
+def _unix_time(text: str) -> float | None:
+    """A time of Slurm, such as 2026-11-19T20:47:52; None for words such as Unknown."""
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        return None
 
 
 def _indices(text: str) -> list[int]:

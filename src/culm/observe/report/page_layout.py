@@ -400,7 +400,7 @@ def _event_lines_html(run: ReportData) -> str:
         else ""
     )
     return (
-        f"<h2>What happened, and why</h2>{more}<div class=scroll><table class=told><thead><tr><th>at</th>"
+        f"<h2>What happened, and why</h2>{more}<div class=scroll><table class=events><thead><tr><th>at</th>"
         f"<th>what</th><th>why</th></tr></thead><tbody>{rows}</tbody></table></div>"
     )
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any, NamedTuple, cast
 
 from culm.errors import USER_EXCEPTIONS, UsageError, message_suffix
@@ -64,11 +66,35 @@ def _load_class(reference: str) -> Any:
             "MODULE:CLASS with a module that is installed or next to the job file"
         ) from error
     found = getattr(loaded, name, None)
-    missing = [method for method in _METHODS if not callable(getattr(found, method, None))]
+    if found is None:
+        raise UsageError(f"--writer {reference!r}: {module} has no {name!r}: {_fix(loaded)}")
+    missing = _missing_methods(found)
     if not isinstance(found, type) or missing:
         lacks = f"lacks {', '.join(missing)}" if isinstance(found, type) else "is not a class"
         raise UsageError(
             f"--writer {reference!r} {lacks}: name a class with the methods {', '.join(_METHODS)} "
             "(culm.observe.writers.writer.Writer)"
         )
+    _check_constructor(reference, found)
     return found
+
+
+def _fix(module: ModuleType) -> str:
+    own = (each for each in vars(module).values() if isinstance(each, type) and each.__module__ == module.__name__)
+    writers = [each.__name__ for each in own if not _missing_methods(each)]
+    return f"it has {', '.join(writers)}" if writers else "it defines no writer"
+
+
+def _missing_methods(found: object) -> list[str]:
+    return [method for method in _METHODS if not callable(getattr(found, method, None))]
+
+
+def _check_constructor(reference: str, found: type) -> None:
+    try:
+        inspect.signature(found).bind()
+    except TypeError as error:
+        raise UsageError(
+            f"--writer {reference!r} cannot be created ({error}): its constructor has to work without arguments"
+        ) from error
+    except ValueError:
+        return  # a class of an extension module has no signature

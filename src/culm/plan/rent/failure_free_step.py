@@ -50,6 +50,8 @@ def failure_free_step_s(case: PlanCase, schedule: str = PLANNED, limits: StageLi
     allows if all stages are equal. The memory of the case limits plans with failed slots only.
     """
     one = single_pipeline_case(case)
+    if one.two_ranges is not None and not one.two_ranges.is_possible(one.micro_batches):
+        one = replace(one, two_ranges=None)
     m, ramp = one.micro_batches, _RAMP_STEPS * one.stages
     if schedule == "gpipe" or m <= 2 * ramp:
         return _step_s(one, schedule, limits)
@@ -64,11 +66,11 @@ def _step_s(one: PlanCase, schedule: str, limits: StageLimits | None) -> float:
     shape = planned_step_shape(one, limits)
     if one.stages * one.micro_batches > MAX_PLANNED_FORWARDS:
         return step_lower_bound(shape.plan_case(split=shape.splits_backward))
-    return planned_step_s(shape)
+    return planned_step_s(replace(shape, two_ranges=one.two_ranges))
 
 
 def planned_step_shape(case: PlanCase, limits: StageLimits | None) -> StepShape:
-    """A case with every slot filled as a run plans it under `planned`."""
+    """A case with every slot filled as a run plans it under `planned`, with one segment per worker."""
     return StepShape(
         pipelines=case.pipelines,
         stages=case.stages,

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from culm.plan.rent.strategy_goodput import PreemptionRisk
 
 NODE_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+ANY_NODE_COUNT = (NODE_COUNTS[0], NODE_COUNTS[-1])
+"""The range of nodes if none is requested."""
 MIN_WORKERS_TRIED = 64
 """Fleets of up to this many workers are tried for every model; larger ones if it needs many for its memory."""
 MEMORY_MULTIPLE_TRIED = 4
@@ -194,14 +196,18 @@ def _make_fleet(source: FleetOffer, query: RentalQuery, option: RentalOption, go
 
 
 def _node_counts(source: FleetOffer, limits: tuple[int, int]) -> list[int]:
-    """Node counts whose memory holds the state of the model, up to a multiple of it."""
+    """Node counts whose memory holds the state of the model, up to a multiple of it; if a range is requested, all of
+    `NODE_COUNTS` in it that hold the state, and both of its ends."""
     layers = next(iter(source.profiles.values())).layers
     least = math.ceil(sum(layer.resident_bytes for layer in layers) / source.offer.memory)
-    most = max(MIN_WORKERS_TRIED, MEMORY_MULTIPLE_TRIED * least)
+    if limits == ANY_NODE_COUNT:
+        counts, most = {*NODE_COUNTS}, max(MIN_WORKERS_TRIED, MEMORY_MULTIPLE_TRIED * least, source.offer.workers)
+    else:
+        counts, most = {*NODE_COUNTS, *limits}, limits[1] * source.offer.workers
     return [
         nodes
-        for nodes in NODE_COUNTS
-        if limits[0] <= nodes <= limits[1] and least <= nodes * source.offer.workers <= max(most, source.offer.workers)
+        for nodes in sorted(counts)
+        if limits[0] <= nodes <= limits[1] and least <= nodes * source.offer.workers <= most
     ]
 
 

@@ -15,18 +15,26 @@ from culm.plan.model.accelerators import ACCELERATORS, USABLE_MEMORY_SHARE
 from culm.plan.model.early_grad_send import knows_split_overhead
 from culm.plan.model.layer_partition import Cuts, find_cuts, in_flight_1f1b, segment_layer_ranges
 from culm.plan.rent.failure_free_step import AUTO, failure_free_step_s, resolve_schedule
-from culm.plan.rent.link_costs import NodeLinks, stage_costs
+from culm.plan.rent.link_costs import NodeLinks, stage_costs, without_first_input_gradient
 from culm.plan.rent.memory_model import WorkerMemory, fullest_worker, with_overhead
-from culm.plan.rent.strategy_goodput import EstimatedStrategy, GoodputInputs, PreemptionRisk, StrategyGoodput
+from culm.plan.rent.strategy_goodput import (
+    EstimatedStrategy,
+    GoodputInputs,
+    PreemptionRisk,
+    StrategyGoodput,
+    slowest_stage_s,
+)
 from culm.plan.replan.plan_case import PlanCase
 from culm.plan.replan.planned_schedule import PLANNED
 from culm.plan.replan.step_bound import step_lower_bound
+from culm.plan.reshape.run_schedule import ScheduledStep
 from culm.plan.reshape.segment_costs import capacities_of_1f1b
 from culm.text_format import count_noun, format_bytes
 
 if TYPE_CHECKING:
     from culm.plan.model.model_profile import LayerCost, Profile
     from culm.plan.replan.plan_case import ActivationLimit
+    from culm.plan.replan.two_range_schedule import TwoRanges
 
 MAX_PLANNED_SHAPES = 12
 """At most this many shapes are planned and listed; the others are only compared by their lower bound."""
@@ -301,7 +309,7 @@ def _make_draft(
         pipelines=D,
         stages=P,
         micro_batches=M,
-        costs=stage_costs(segments, D, space.links),
+        costs=without_first_input_gradient(stage_costs(segments, D, space.links)),
         memory=_activation_limit(resident, activation, space.memory, P, m),
         early_sends=knows_split_overhead(layers),
     )
@@ -338,7 +346,7 @@ def _most_promising(drafts: list[_ShapeDraft], many: int) -> list[_ShapeDraft]:
 def _is_slower(draft: _ShapeDraft, query: RentalQuery, goodput: float) -> bool:
     """Whether the lower bound of its steps shows that a shape reaches no more than this goodput."""
     if query.schedule in (PLANNED, AUTO):
-        least_s = draft.least_step_s
+        least_s = len(draft.case.micros_by_pipeline[0]) * slowest_stage_s(draft.case)
     elif query.schedule == "1f1b" and not draft.case.early_sends:
         least_s = step_lower_bound(replace(draft.case, split=False, memory="1f1b"))
     else:
@@ -347,15 +355,18 @@ def _is_slower(draft: _ShapeDraft, query: RentalQuery, goodput: float) -> bool:
 
 
 def _make_option(draft: _ShapeDraft, query: RentalQuery, offer: InstanceOffer) -> RentalOption | None:
-    schedule = resolve_schedule(draft.case, query.schedule, draft.limits)
-    healthy_s = failure_free_step_s(draft.case, schedule, draft.limits)
+    case = draft.case
+    if query.schedule in (PLANNED, AUTO):
+        case = replace(case, two_ranges=_two_ranges(query.profiles[draft.micro_batch].layers, draft, offer.links))
+    schedule = resolve_schedule(case, query.schedule, draft.limits)
+    healthy_s = failure_free_step_s(case, schedule, draft.limits)
     best = _best_strategy(draft, healthy_s, query, offer)
     if best is None:
         return None
     strategy, goodput = best
     layers = query.profiles[draft.micro_batch].layers
     return RentalOption(
-        case=draft.case,
+        case=case,
         limits=draft.limits,
         cuts=draft.cuts,
         micro_batch=draft.micro_batch,
@@ -371,6 +382,21 @@ def _make_option(draft: _ShapeDraft, query: RentalQuery, offer: InstanceOffer) -
         memory=_fullest_worker(layers, draft, strategy, offer),
         least_stages=_least_stages(with_overhead(layers, keeps_outputs=strategy.keeps_outputs), draft, offer.memory),
     )
+
+
+def _two_ranges(layers: tuple[LayerCost, ...], draft: _ShapeDraft, links: NodeLinks) -> TwoRanges | None:
+    """The model cut into two segments per worker, as a run cuts it, with no more memory than 1F1B needs; None: there
+    are too few layers."""
+    step = ScheduledStep(
+        layers=layers,
+        cuts=draft.cuts,
+        pipelines=draft.case.pipelines,
+        stages=draft.case.stages,
+        micro_batches=draft.case.micro_batches,
+        may_use_two_ranges=True,
+        links=links,
+    )
+    return step.planner_shape.two_ranges
 
 
 def _least_stages(layers: tuple[LayerCost, ...], draft: _ShapeDraft, memory: int) -> int:

@@ -101,23 +101,25 @@ class RunnableOrder:
         """The order of a plan that `check_plan` accepts."""
         order = cls(plan, [], [], [], [])
         number: dict[Action, int] = {}
+        placement = plan.placement() if plan.segments > plan.stages or plan.stage_overrides else {}
         for action, workers, needs in dry_run(plan):
             if action.micro is not None:
                 number[action] = len(number)
                 order.actions.append(action)
                 order.workers.append(workers[0])
                 order.producers.append(-1 if needs is None else number[needs])
-                order.boundaries.append(-1 if needs is None else min(needs.segment, action.segment))
+                is_local = needs is None or placement.get(needs) == workers[0]
+                order.boundaries.append(-1 if is_local or needs is None else min(needs.segment, action.segment))
         return order
 
     def with_costs(self, costs: Costs) -> FlatDryRun:
         """The dry run with the times of these costs."""
-        plan = self.plan
+        plan, P = self.plan, self.plan.stages
         price, send = action_costs(costs, plan.segments), (*send_costs(costs, plan.segments), 0.0)
         return FlatDryRun(
-            plan.stages,
-            [plan.holders_of(s) for s in range(plan.stages)],
-            [price[Kind.R][s] + price[Kind.S][s] for s in range(plan.stages)],
+            P,
+            [plan.holders_of(s) for s in range(P)],
+            [sum(price[Kind.R][g] + price[Kind.S][g] for g in range(s, plan.segments, P)) for s in range(P)],
             self.workers,
             self.producers,
             [send[boundary] for boundary in self.boundaries],

@@ -33,8 +33,11 @@ class PlanCache:
     Each leader owns one; it is not global. `solve` computes a plan, by default with the greedy planner.
     """
 
-    def __init__(self, solve: Callable[[PlanCase], PlanSolution] = _cached_greedy) -> None:
-        self._solve = solve
+    def __init__(
+        self, solve: Callable[[PlanCase], PlanSolution] = _cached_greedy, max_solutions: int | None = None
+    ) -> None:
+        """`max_solutions`: how many plans are kept; None: all."""
+        self._solve, self._max_solutions = solve, max_solutions
         self._solutions: dict[PlanCase, PlanSolution] = {}
         self.hits = 0
         self.misses = 0
@@ -47,12 +50,16 @@ class PlanCache:
     def _canonical_plan(self, case: PlanCase, order: Sequence[int]) -> PlanSolution:
         """The plan of a case with its pipelines in this order. Planned once."""
         canonical = replace(case, failed=frozenset(_rename_slots(case.failed, order)))
-        if canonical in self._solutions:
+        solution = self._solutions.pop(canonical, None)
+        if solution is not None:
             self.hits += 1
         else:
             self.misses += 1
-            self._solutions[canonical] = self._solve(canonical)
-        return self._solutions[canonical]
+            solution = self._solve(canonical)
+            if self._max_solutions is not None and len(self._solutions) >= self._max_solutions:
+                self._solutions.pop(next(iter(self._solutions)), None)  # another thread may have dropped it
+        self._solutions[canonical] = solution  # the last one that was used is the last one to be dropped
+        return solution
 
     def plan_after_moves(self, case: PlanCase) -> tuple[PlanSolution, RebalancedFailures]:
         """The plan after rebalancing the failures, and the moves that lead to it; no moves if moving gains nothing."""

@@ -16,6 +16,8 @@ from culm.text_format import count_noun
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from culm.plan.replan.two_range_schedule import TwoRanges
+
 ActivationLimit: TypeAlias = int | tuple[int, ...] | Literal["1f1b"] | None
 """Limit of live activations on a worker: a number for all, one for each stage, "1f1b" (P - s in stage s, as in 1F1B),
 or None."""
@@ -51,6 +53,10 @@ class PlanCase:
     early_sends: bool = False
     """Whether the schedules with whole backwards split those that another stage waits for, as a run does where it
     knows the overhead of splitting (`costs.split`)."""
+
+    two_ranges: TwoRanges | None = None
+    """The model cut into two segments per worker, for the schedule `planned` with every slot filled; None: it cannot
+    be, or must not."""
 
     def __post_init__(self) -> None:
         check_plan_counts(self.pipelines, self.stages, self.micro_batches)

@@ -1,14 +1,16 @@
 """The schedule `planned`: the shortest plan of a step without failures for given costs. Pure.
 
 The candidates are 1F1B, ZB-H1 (also with only the last backwards split) and the plans of the greedy planner with whole
-and with split backwards. Each of them is timed with the costs of the run: with the period of the staggered optimizer,
-in which a stage begins its next step as soon as it has made its own optimizer step, or with the makespan where all
-stages make that step together. A split backward costs more time than a whole one (`Costs.split`), so an I and a W that
-follow each other become one B where that makes no other stage wait.
+and with split backwards; and with two segments per worker, where the model can be cut so, interleaved 1F1B and list
+schedules (`two_range_schedule`), if they are faster by `MIN_RANGES_GAIN`. Each of them is timed with the costs of the
+run: with the period of the staggered optimizer, in which a stage begins its next step as soon as it has made its own
+optimizer step, or with the makespan where all stages make that step together. A split backward costs more time than a
+whole one (`Costs.split`), so an I and a W that follow each other become one B where that makes no other stage wait.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -20,6 +22,7 @@ from culm.plan.replan.greedy_planner import plan_greedy
 from culm.plan.replan.plan_case import PlanCase
 from culm.plan.replan.staggered_period import dry_run_period, staggered_period
 from culm.plan.replan.step_bound import step_lower_bound
+from culm.plan.replan.two_range_schedule import TwoRanges, TwoRangeStep, two_range_plans, two_range_step_s
 from culm.schedule import (
     Action,
     Costs,
@@ -31,6 +34,7 @@ from culm.schedule import (
     time_plan,
     zero_bubble,
 )
+from culm.schedule.plan_timing import action_costs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,6 +45,10 @@ PLANNED = "planned"
 MIN_AUTO_GAIN = 0.02
 """`auto` leaves 1F1B only for a schedule whose predicted step is shorter by more than this share. Predictions from a
 profile are no more accurate than that, and 1F1B keeps the fewest activations."""
+
+MIN_RANGES_GAIN = 0.01
+"""Two segments per worker have to shorten a step by more than this share: the run of an action has costs of its own,
+which the predictions do not know, and there are twice as many."""
 
 _ROUNDING = 1e-9
 """Plans whose step times differ by a smaller share are equally fast."""
@@ -63,6 +71,8 @@ class StepShape:
     """Whether a stage makes its optimizer step without waiting for the others."""
     splits_backward: bool = True
     """Whether a backward can be split into I and W."""
+    two_ranges: TwoRanges | None = None
+    """The model cut into two segments per worker; None: it cannot be, or must not."""
 
     @property
     def activation_limits(self) -> tuple[int, ...]:
@@ -78,6 +88,21 @@ class StepShape:
     def one_pipeline(self) -> StepShape:
         """The fullest pipeline alone: the others run the same actions, or one micro-batch less."""
         return replace(self, pipelines=1, micro_batches=-(-self.micro_batches // self.pipelines))
+
+    @property
+    def two_range_step(self) -> TwoRangeStep | None:
+        """One pipeline with two segments per worker."""
+        if self.two_ranges is None or not self.splits_backward:
+            return None
+        micros = -(-self.micro_batches // self.pipelines)
+        return TwoRangeStep.of(self.two_ranges, micros, staggered=self.staggered)
+
+    def costs_of(self, plan: Plan) -> Costs:
+        """The costs of the segments of a plan of this step."""
+        if plan.segments == self.stages:
+            return self.costs
+        assert self.two_ranges is not None, "the plan was made from them"
+        return self.two_ranges.costs
 
     def plan_case(self, *, split: bool) -> PlanCase:
         """The step as the planners take it."""
@@ -102,8 +127,13 @@ class PlannedStep:
 
 
 def plan_step(shape: StepShape) -> PlannedStep:
-    """The shortest plan that is known for a step, within the activation limit. `check_plan` accepts it."""
-    best = min(_candidates(shape.one_pipeline), key=lambda candidate: candidate.step_s)
+    """The shortest plan that is known for a step, within the activation limit. `check_plan` accepts it. It has one or
+    two segments per worker."""
+    one = shape.one_pipeline
+    best = min(_candidates(one), key=lambda candidate: candidate.step_s)
+    with_two = min(_two_range_candidates(one), key=lambda candidate: candidate.step_s, default=best)
+    if with_two.step_s < best.step_s * (1 - MIN_RANGES_GAIN):
+        best = with_two
     return replace(best, plan=repeat_pipeline(best.plan, shape.pipelines, shape.micro_batches))
 
 
@@ -114,6 +144,13 @@ def planned_step_s(shape: StepShape) -> float:
     split = one.costs.split
     if any(split) if isinstance(split, tuple) else split:
         return plan_step(shape).step_s
+    best = _one_range_step_s(one)
+    step = one.two_range_step
+    with_two = math.inf if step is None else two_range_step_s(step)
+    return with_two if with_two < best * (1 - MIN_RANGES_GAIN) else best
+
+
+def _one_range_step_s(one: StepShape) -> float:
     case = one.plan_case(split=one.splits_backward)
     bound, best = step_lower_bound(case), plan_greedy(case).step_time
     for maker in _builtin_makers(one):
@@ -153,18 +190,20 @@ def _order_and_peaks(maker: _PlanMaker) -> tuple[RunnableOrder, tuple[int, ...]]
 
 
 def predict_step_s(plan: Plan, costs: Costs, *, staggered: bool) -> float:
-    """Predicted time per step of a plan. With several segments per worker stages cannot be staggered."""
-    if staggered and plan.segments == plan.stages and not plan.stage_overrides:
+    """Predicted time per step of a plan. Stages of uneven pipelines are not staggered."""
+    if staggered and not plan.stage_overrides:
         return staggered_period(plan, costs)
     return time_plan(plan, costs).makespan
 
 
-def bubble_free_step_s(shape: StepShape) -> float:
-    """The work of the slowest stage, M x (F + I + W) without the overhead of splitting: no step is shorter, because a
-    worker runs one action at a time."""
-    one = shape.one_pipeline
-    price = one.plan_case(split=False).action_costs
-    return max(one.micro_batches * (price[Kind.F][s] + price[Kind.B][s]) for s in range(shape.stages))
+def bubble_free_step_s(shape: StepShape, *, ranges: int = 1) -> float:
+    """The work of the slowest stage, M x (F + I + W) without the overhead of splitting: no step with so many segments
+    per worker is shorter, because a worker runs one action at a time."""
+    one, P = shape.one_pipeline, shape.stages
+    costs = shape.costs if ranges == 1 or shape.two_ranges is None else shape.two_ranges.costs
+    price = action_costs(costs, ranges * P)
+    work = [forward + backward for forward, backward in zip(price[Kind.F], price[Kind.B], strict=True)]
+    return one.micro_batches * max(sum(work[s::P]) for s in range(P))
 
 
 def repeat_pipeline(plan: Plan, pipelines: int, micro_batches: int) -> Plan:
@@ -199,6 +238,18 @@ def _candidates(one: StepShape) -> Iterator[PlannedStep]:
     for plan in (simplest, greedy[0], *others, *greedy[1:]):
         if one.fits(plan):
             yield merge_adjacent_halves(replace(plan, name=PLANNED), step_time)
+
+
+def _two_range_candidates(one: StepShape) -> Iterator[PlannedStep]:
+    step = one.two_range_step
+    if step is None:
+        return
+
+    def step_time(plan: Plan) -> float:
+        return predict_step_s(plan, step.costs, staggered=one.staggered)
+
+    for plan in two_range_plans(step):
+        yield merge_adjacent_halves(replace(plan, name=PLANNED), step_time)
 
 
 def _renumber(action: Action, block: range) -> Action:

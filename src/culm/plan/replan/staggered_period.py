@@ -21,9 +21,9 @@ def staggered_period(plan: Plan, costs: Costs = UNIT_COSTS) -> float:
     A stage begins a step when all of its workers have run R and S; it waits for other stages only for data. So the end
     of a stage is the maximum over all stages r of (begin of r + the longest chain of actions from there). The step
     time is the largest mean over the cycles of these chains. Equivalently, it is the smallest T such that the stages
-    can be shifted in time so that each fits from its first F to its S into T.
+    can be shifted in time so that each fits from its first F to its S into T. R and S of all segments of a worker
+    follow its last action here.
     """
-    assert plan.segments == plan.stages, "a worker with several segments steps each of them at a different time"
     return dry_run_period(flatten_plan(plan, costs)[0])
 
 

@@ -58,6 +58,8 @@ class ShapeInputs:
     schedule: str = "1f1b"
     ranges: int = 1
     """Segments per worker; more than one only under the interleaved schedule."""
+    may_use_two_ranges: bool = False
+    """Whether `planned` may give each worker of pipelines of equal depth two segments."""
     evaluation_micro_batches: int = 0
     """Micro-batches of an evaluation; 0: no evaluation."""
     memory: int | None = None
@@ -116,9 +118,12 @@ def build_shape(model: ShapeInputs, depths: Depths) -> PipelineShape:
         raise PlanError(
             f"{format_depths(depths)} is uneven, which the interleaved schedule does not support: use 1f1b or zb"
         )
-    cuts = model.cut_layers(depths[0]) if even else _union_of_cuts(model, depths)
+    if even:
+        plan, cuts = _plan_even(model, depths)
+    else:
+        cuts = _union_of_cuts(model, depths)
+        plan = _plan_uneven(model, depths, cuts)
     costs = segment_costs(model.layers, cuts)
-    plan = _plan_even(model, depths, cuts) if even else _plan_uneven(model, depths, cuts)
     evaluation = _evaluation_plan(model, plan).to_text() if model.evaluation_micro_batches else None
     return PipelineShape(
         depths=depths,
@@ -134,26 +139,26 @@ def _evaluation_plan(model: ShapeInputs, plan: Plan) -> Plan:
     """Forwards over the evaluation set; with fewer micro-batches than pipelines the last pipelines are not used."""
     micro_batches = model.evaluation_micro_batches
     shape = {"pipelines": min(micro_batches, plan.pipelines), "stages": plan.stages}
-    return forward_only(**shape, micro_batches=micro_batches, ranges=model.ranges)
+    return forward_only(**shape, micro_batches=micro_batches, ranges=plan.segments // plan.stages)
 
 
-def _plan_even(model: ShapeInputs, depths: Depths, cuts: Cuts) -> Plan:
-    return make_run_plan(
-        model.schedule,
-        ScheduledStep(
-            layers=model.layers,
-            cuts=cuts,
-            pipelines=len(depths),
-            stages=depths[0],
-            micro_batches=model.micro_batches,
-            ranges=model.ranges,
-            memory=model.memory,
-            max_activations=model.max_activations,
-            synchronous=model.synchronous,
-            splits_backward=model.splits_backward,
-            links=model.links,
-        ),
+def _plan_even(model: ShapeInputs, depths: Depths) -> tuple[Plan, Cuts]:
+    step = ScheduledStep(
+        layers=model.layers,
+        cuts=model.cut_layers(depths[0]),
+        pipelines=len(depths),
+        stages=depths[0],
+        micro_batches=model.micro_batches,
+        ranges=model.ranges,
+        may_use_two_ranges=model.may_use_two_ranges,
+        memory=model.memory,
+        max_activations=model.max_activations,
+        synchronous=model.synchronous,
+        splits_backward=model.splits_backward,
+        links=model.links,
     )
+    plan = make_run_plan(model.schedule, step)
+    return plan, step.cuts_of(plan)
 
 
 def _union_of_cuts(model: ShapeInputs, depths: Depths) -> Cuts:
@@ -221,7 +226,8 @@ def predict_shape_step_s(model: ShapeInputs, shape: PipelineShape, plan: Plan | 
     """Predicted seconds of a synchronous step, with the plan of the shape or with another `plan` for it."""
     cuts = tuple(first for first, _ in shape.segments[1:])
     planned = plan or Plan.from_text(shape.plan_text)
-    return time_plan(planned, plan_costs(model.layers, cuts, len(shape.depths), model.links)).makespan
+    costs = plan_costs(model.layers, cuts, len(shape.depths), model.links, planned.stages)
+    return time_plan(planned, costs).makespan
 
 
 def best_depths(model: ShapeInputs, nodes: int, *, spare_pipelines: int = 1) -> Depths:

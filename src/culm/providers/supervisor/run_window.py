@@ -99,17 +99,17 @@ class SupervisorClient:
         captures_output: bool = False,
         end_timeout_s: float = END_TIMEOUT_S,
     ) -> None:
-        self._socket, theirs = socket.socketpair()
-        arguments = [theirs.fileno(), os.getpid(), int(captures_output)]
+        self._socket, child_end = socket.socketpair()
+        arguments = [child_end.fileno(), os.getpid(), int(captures_output)]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "culm.providers.supervisor.supervisor_process", *map(str, arguments)],
-            pass_fds=[theirs.fileno()],
+            pass_fds=[child_end.fileno()],
             start_new_session=True,
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr,
         )
-        theirs.close()
+        child_end.close()
         self._writer: asyncio.StreamWriter | None = None
         self._interrupts = 0
         self._end_timeout_s = end_timeout_s

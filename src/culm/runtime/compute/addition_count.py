@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
+from culm.runtime.compute.large_gradients import GRADIENT_FUNCTIONS
+
 if TYPE_CHECKING:
     from culm.runtime.compute.model_state import LayerReplica
     from culm.runtime.compute.split_backward import WeightGroup
@@ -77,5 +79,8 @@ def _due_leaves(roots: Sequence[Node | None]) -> set[int]:
 
 
 def _is_custom(node: Node) -> bool:
-    """Whether a node is of a custom autograd function: in Python, compiled by torch.compile, or in C++."""
-    return isinstance(node, BackwardCFunction) or "CppNode" in node.name()
+    """Whether a node is of a custom autograd function, which may return no gradient: in Python, compiled by
+    torch.compile, or in C++."""
+    if isinstance(node, BackwardCFunction):
+        return getattr(node, "_forward_cls", None) not in GRADIENT_FUNCTIONS
+    return "CppNode" in node.name()

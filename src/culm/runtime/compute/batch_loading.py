@@ -181,9 +181,13 @@ def _tensor_bytes(value: Any) -> int:
 
 def _tensors_in(value: Any) -> list[Tensor]:
     """All tensors in a structure."""
-    found: list[Tensor] = []
-    map_structure(value, lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None)
-    return found
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (tuple, list)):
+        return []
+    return [tensor for item in value for tensor in _tensors_in(item)]
 
 
 def load_micro_batch(job: Job, step: int, micro: int, device: torch.device) -> MicroBatch:
@@ -266,6 +270,8 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 def map_structure(value: Any, function: Callable[[Any], Any]) -> Any:
     """The same tuples, lists and dictionaries with `function` applied to each leaf."""
+    if isinstance(value, Tensor):
+        return function(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_structure(item, function) for item in value))
     if isinstance(value, (tuple, list)):

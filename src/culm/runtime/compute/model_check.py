@@ -29,6 +29,7 @@ from culm.runtime.compute.batch_loading import (
     map_structure,
 )
 from culm.runtime.compute.device import select_device
+from culm.runtime.compute.label_check import LabelRange
 from culm.runtime.compute.lr_schedule import LearningRates
 from culm.runtime.compute.metric_values import MetricValues
 from culm.runtime.compute.model_state import (
@@ -40,7 +41,7 @@ from culm.runtime.compute.model_state import (
 )
 from culm.runtime.compute.rng import derive_seed, seed_everything
 from culm.runtime.compute.saved_tensors import SavedTensorBytes
-from culm.runtime.compute.token_check import check_token_ids
+from culm.runtime.compute.token_check import check_items, check_token_ids
 from culm.runtime.compute.user_code import call_layer, call_within, detach_contiguous, late_message
 from culm.runtime.compute.user_errors import ASYNC_USER_EXCEPTIONS
 from culm.runtime.epoch import LayerInput
@@ -91,21 +92,22 @@ def check_model(job: Job) -> ModelInfo:
     device = torch.device("cpu")
     job = replace(job, compile=False)  # fake tensors have no kernels
     (inputs, target, _), evaluated = _load_first(job, device)
-    check_token_ids(job, inputs)
+    sizes = check_token_ids(job, inputs)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-            info = _inspect_layers(job, _to_fake(fake, inputs), _to_fake(fake, target))
+            info, labels = _inspect_layers(job, _to_fake(fake, inputs), _to_fake(fake, target))
             if evaluated is not None and _shapes(evaluated[0]) != _shapes(inputs):
                 _check_evaluation(job, _to_fake(fake, evaluated[0]))
-            return info
     except Exception as error:
         if isinstance(error, JobError) and error.__cause__ is None:
             raise
         # User code raised, perhaps only because of the fake tensors: the real run decides.
-        info = _inspect_layers(job, inputs, target)
+        info, labels = _inspect_layers(job, inputs, target)
         if evaluated is not None and _shapes(evaluated[0]) != _shapes(inputs):
             _check_evaluation(job, evaluated[0])
-        return info
+    labels.check("the first micro-batch of Job.data", target)
+    check_items(job, sizes, labels)
+    return info
 
 
 def _load_first(job: Job, device: torch.device) -> tuple[MicroBatch, MicroBatch | None]:
@@ -152,7 +154,8 @@ def _to_fake(fake: FakeTensorMode, value: Any) -> Any:
     return map_structure(value, lambda leaf: fake.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf)
 
 
-def _inspect_layers(job: Job, values: Activations, target: Any) -> ModelInfo:
+def _inspect_layers(job: Job, values: Activations, target: Any) -> tuple[ModelInfo, LabelRange]:
+    labels = LabelRange(target)
     costs: list[LayerCost] = []
     layer_inputs: list[tuple[LayerInput, ...]] = []
     shapes: dict[str, tuple[int, ...]] = {}
@@ -176,7 +179,9 @@ def _inspect_layers(job: Job, values: Activations, target: Any) -> ModelInfo:
                 values = tuple(detach_contiguous(v) for v in values)
                 costs.append(cost)
             metrics = MetricValues(declared_metrics(job.metrics))
-            loss, weight, _ = metrics.compute_loss(job, values, target, derive_seed(job.seed, 0, 0, len(job.layers)))
+            seed = derive_seed(job.seed, 0, 0, len(job.layers))
+            with labels:
+                loss, weight, _ = metrics.compute_loss(job, values, target, seed)
     except LayerFailed as error:
         raise JobError(f"the layers do not run: {error}") from error
     if not loss.requires_grad:
@@ -190,7 +195,8 @@ def _inspect_layers(job: Job, values: Activations, target: Any) -> ModelInfo:
     )
     aliases = {name for group in job.tied for name in sorted(group, key=layer_index)[1:]}
     names = frozenset(wanted.keys() - aliases - (set() if job.save_frozen else frozen))
-    return ModelInfo(profile, weight is not None, names, ", ".join(sorted(optimizers)), tuple(layer_inputs))
+    info = ModelInfo(profile, weight is not None, names, ", ".join(sorted(optimizers)), tuple(layer_inputs))
+    return info, labels
 
 
 def _describe_input(value: Tensor) -> LayerInput:

@@ -24,6 +24,7 @@ from culm.runtime.compute.compile_layer import compile_layer
 from culm.runtime.compute.fused_step import Steppable, fuse_units, run_optimizer_step
 from culm.runtime.compute.grad_accumulator import GradientAccumulator, finalize_gradient, view_like
 from culm.runtime.compute.initial_weights import InitialWeights
+from culm.runtime.compute.large_gradients import large_gradients
 from culm.runtime.compute.lr_schedule import GroupSettings, LearningRates
 from culm.runtime.compute.parameter_groups import LayerParameters
 from culm.runtime.compute.rng import derive_seed, may_use_python_rng, seed_everything
@@ -187,6 +188,8 @@ class LayerReplica:
         self.unit = OptimizerUnit(job, {name: p for name, p in named.items() if name not in tied})
         self.trainable = {name: p for name, p in named.items() if p.requires_grad}
         self.accumulator = GradientAccumulator(list(self.trainable.values()), exact=job.exact, label=self.label)
+        adds_in_place = not job.exact and not job.compile
+        self.large_gradients = large_gradients(self.trainable.values()) if adds_in_place else None
 
     @property
     def label(self) -> str:

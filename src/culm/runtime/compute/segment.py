@@ -209,17 +209,17 @@ class Segment:
         *layer_seeds, loss_seed = self._layer_seeds(-1, micro)
         with torch.no_grad(), self._autocast():
             values = inputs
-            for layer, seed in zip(self.layers, layer_seeds, strict=True):
-                try:
+            try:
+                for layer, seed in zip(self.layers, layer_seeds, strict=True):
                     with evaluation_mode(self._state, layer):
                         values = call_layer(layer, values, seed)
-                except LayerFailed as error:
-                    raise LayerFailed(f"in micro-batch {micro} of Job.evaluate, {error}") from error
-            if self.is_last:
-                result.loss, result.weight, result.values = self._evaluation_values.compute_loss(
-                    self.job, values, target, loss_seed, self._loss_traits
-                )
-                values = ()
+                if self.is_last:
+                    result.loss, result.weight, result.values = self._evaluation_values.compute_loss(
+                        self.job, values, target, loss_seed, self._loss_traits
+                    )
+                    values = ()
+            except LayerFailed as error:
+                raise LayerFailed(f"in micro-batch {micro} of Job.evaluate, {error}") from error
         return tuple(detach_contiguous(v) for v in values), result
 
     def backward(self, step: int, micro: int, gradients: Gradients) -> Gradients:

@@ -1,7 +1,9 @@
-"""Find token ids beyond the vocabulary before a run: on a GPU they would end it with an error that names nothing."""
+"""Find token ids beyond the vocabulary, and labels beyond the classes, before a run: on a GPU they would end it with an
+error that names nothing."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from culm.data.stream import Stream
 from culm.errors import JobError, LayerFailed
-from culm.runtime.compute.batch_loading import Activations, load_items
+from culm.runtime.compute.batch_loading import Activations, MicroBatch, load_items
+from culm.runtime.compute.label_check import LabelRange
 from culm.runtime.compute.model_state import build_layer
 from culm.runtime.compute.user_code import call_within, late_message
 from culm.runtime.compute.user_errors import ASYNC_USER_EXCEPTIONS
@@ -21,29 +24,44 @@ if TYPE_CHECKING:
 _CPU = torch.device("cpu")
 _SAMPLED_ITEMS = 64
 """Items besides the first micro-batch that are looked at, evenly over the data."""
+_SAMPLED_SAMPLES = 16
+"""The same where only labels are checked: items may be images."""
 
 
-def check_token_ids(job: Job, inputs: Activations) -> None:
-    """Raises JobError if an input of the first layer has an id that its embedding does not have, or if the collation
-    refuses an item. `inputs`: of the first micro-batch."""
+def check_token_ids(job: Job, inputs: Activations) -> dict[int, int]:
+    """Raises JobError if an input of the first micro-batch has an id that the embedding in the first layer does not
+    have. Returns the rows of that embedding, by position of the input."""
     if not any(_is_ids(value) for value in inputs):
-        return
+        return {}
     sizes = _embedding_sizes(job, inputs)
     for position, size in sizes.items():
         _check("the first micro-batch of Job.data", inputs[position], size)
+    return sizes
+
+
+def check_items(job: Job, sizes: Mapping[int, int], labels: LabelRange) -> None:
+    """Raises JobError for an item with an id or a label that the model does not have, or that the collation refuses.
+    `sizes`: what `check_token_ids` returned."""
+    if not sizes and labels.classes is None:
+        return
     for field in ("data", "evaluate") if job.evaluate_every else ("data",):
-        for index in _sampled_indices(getattr(job, field)) if sizes else ():
-            values = _item_inputs(job, field, index)
+        for index in _sampled_indices(getattr(job, field), _SAMPLED_ITEMS if sizes else _SAMPLED_SAMPLES):
+            item = _load_item(job, field, index)
+            if item is None:
+                continue
+            where = f"item {index} of Job.{field}"
             for position, size in sizes.items():
-                if len(values) == len(inputs) and _is_ids(values[position]):
-                    _check(f"item {index} of Job.{field}", values[position], size)
+                if position < len(item.inputs) and _is_ids(item.inputs[position]):
+                    _check(where, item.inputs[position], size)
+            labels.check(where, item.target)
 
 
-def _sampled_indices(data: Any) -> range:
-    """Items evenly over a data set; of a stream, those of the first step."""
+def _sampled_indices(data: Any, count: int) -> list[int]:
+    """Items evenly over a data set, and its last one; of a stream, those of the first step."""
     if isinstance(data, Stream):
-        return range(min(data.block, _SAMPLED_ITEMS))
-    return range(0, len(data), max(1, len(data) // _SAMPLED_ITEMS))
+        return list(range(min(data.block, count)))
+    last = len(data) - 1
+    return sorted({*range(0, last, max(1, len(data) // count)), last})
 
 
 def _is_ids(value: object) -> bool:
@@ -85,13 +103,13 @@ def _embedding_sizes(job: Job, inputs: Activations) -> dict[int, int]:
     return found
 
 
-def _item_inputs(job: Job, field: str, index: int) -> Activations:
-    """The inputs of an item after collation; empty if user code fails: the step that needs the item reports it. Raises
-    JobError if culm's own data set or collation refuses the item, or if it hangs."""
+def _load_item(job: Job, field: str, index: int) -> MicroBatch | None:
+    """An item after collation; None if user code fails: the step that needs the item reports it. Raises JobError if
+    culm's own data set or collation refuses the item, or if it hangs."""
     try:
         late = f"Job.{field} did not deliver item {index} {late_message(job)}"
-        return call_within(job.loader_timeout, lambda: load_items(job, field, [index], _CPU), late).inputs
+        return call_within(job.loader_timeout, lambda: load_items(job, field, [index], _CPU), late)
     except LayerFailed as error:
         if isinstance(error.__cause__, JobError):
             raise JobError(str(error)) from error
-        return ()
+        return None

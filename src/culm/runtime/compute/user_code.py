@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
 
 import torch
@@ -117,6 +118,9 @@ def detach_contiguous(value: Tensor) -> Tensor:
     return value.detach().contiguous().requires_grad_(value.requires_grad)
 
 
+_NO_CONTEXT: AbstractContextManager[None] = nullcontext()
+
+
 def call_layer(layer: LayerReplica, values: Activations, seed: int) -> Activations:
     """Run one layer's forward with its own seed. Raises LayerFailed, which names the layer, for an exception of the
     user's code."""
@@ -124,11 +128,12 @@ def call_layer(layer: LayerReplica, values: Activations, seed: int) -> Activatio
     prepared = layer.traits.prepare_inputs(values)
     several = len(prepared) > 1
     try:
-        output = (
-            layer.module(*prepared)
-            if several and layer.unpacks_inputs
-            else layer.module(prepared if several else prepared[0])
-        )
+        with layer.large_gradients or _NO_CONTEXT:
+            output = (
+                layer.module(*prepared)
+                if several and layer.unpacks_inputs
+                else layer.module(prepared if several else prepared[0])
+            )
     except CulmError:
         raise
     except ASYNC_USER_EXCEPTIONS as error:

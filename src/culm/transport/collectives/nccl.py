@@ -11,14 +11,22 @@ never made. No other stream waits for such an event, so that a member that has d
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec.structs import replace
 
-from culm.device.device_sums import NO_GPUS, DeviceCommunicator, DeviceSums, NcclSupport, find_obstacle
+from culm.device.device_sums import (
+    NO_GPUS,
+    DeviceCommunicator,
+    DeviceSums,
+    KeptCommunicator,
+    NcclSupport,
+    abort_in_thread,
+    find_obstacle,
+    wait_for_aborts,
+)
 from culm.errors import DeviceFailed, EpochClosed, NodeLost
 from culm.transport.collectives.gloo import GlooGroup, reduce_failed
 from culm.transport.collectives.member_store import Rendezvous, retrieve_exception, run_in_daemon_thread
@@ -38,10 +46,6 @@ _ABORT_S = 20.0
 """How long a new group waits for the end of those before it."""
 
 
-_ending: list[threading.Thread] = []
-"""Threads in which groups are aborted. A new group is created after them."""
-
-
 class NcclGroup:
     """A group that sums on the GPUs of its members or, if one of them cannot, with Gloo."""
 
@@ -52,6 +56,9 @@ class NcclGroup:
         self._under_way: list[tuple[DeviceEvent, tuple[Tensor, ...]]] = []
         """Sums that were launched, with the tensors that they write."""
         self._closed = False
+        self._has_joined = False
+        self._created_in, self._sum_count = key.epoch, 0
+        """The epoch in which the communicator was created, and how many sums were launched on it since."""
         self.is_connecting = False
         self.fallback_reason = ""
         """Why Gloo is used; empty where no member has a GPU."""
@@ -79,11 +86,19 @@ class NcclGroup:
 
     async def _connect(self, rendezvous: Rendezvous) -> str:
         """Connect, if all members can. Returns why Gloo has to be used, which is the same at all members."""
-        own = msgspec.msgpack.encode(self._sums.support())
-        supports = [
-            msgspec.msgpack.decode(each, type=NcclSupport) for each in await rendezvous.exchange("support", own)
-        ]
-        obstacle = find_obstacle(supports)
+        kept = self._sums.kept.take(self._group_name)
+        try:
+            own = self._sums.support() if kept is None else replace(self._sums.support(), kept=kept.identity)
+            answers = await rendezvous.exchange("support", msgspec.msgpack.encode(own))
+            supports = [msgspec.msgpack.decode(each, type=NcclSupport) for each in answers]
+            obstacle = find_obstacle(supports)
+            if kept is not None and not obstacle and all(each.kept == kept.identity for each in supports):
+                self._communicator, (self._created_in, self._sum_count) = kept.communicator, kept.identity
+                self._has_joined, kept = True, None
+                return ""
+        finally:
+            if kept is not None:
+                abort_in_thread(kept.communicator)
         if obstacle:
             return obstacle
         failure = await self._try_to_connect(rendezvous)
@@ -91,7 +106,13 @@ class NcclGroup:
         failure = next(filter(None, failures), "")
         if failure:
             self._leave()
+        self._has_joined = not failure
         return failure
+
+    @property
+    def _group_name(self) -> tuple[object, ...]:
+        """What the same group has in common in all epochs."""
+        return self._key.name, self._members
 
     async def _try_to_connect(self, rendezvous: Rendezvous) -> str:
         """Connect. Returns what went wrong, or an empty text."""
@@ -109,8 +130,7 @@ class NcclGroup:
         return ""
 
     def _connect_in_thread(self, rendezvous: Rendezvous) -> None:
-        for thread in list(_ending):
-            thread.join(_ABORT_S)
+        wait_for_aborts(_ABORT_S)
         communicator = self._sums.connect(rendezvous)
         if self._closed:
             communicator.abort()
@@ -131,6 +151,7 @@ class NcclGroup:
             event = communicator.launch(tensors)
         except RuntimeError as error:
             raise reduce_failed(len(self._members), error) from None
+        self._sum_count += 1
         entry = event, tensors
         self._under_way.append(entry)
         await self._wait_for(event, communicator)
@@ -154,10 +175,19 @@ class NcclGroup:
             waiting.cancel()
 
     def close(self) -> None:
-        """Leave the group. Events are read before the abort, which completes them all."""
+        """Leave the group. If no sum is under way, its communicator is kept for the next epoch, which uses it if all
+        members have kept theirs after the same sums. Otherwise events are read before the abort, which completes them
+        all."""
         if self._gloo is not None:
             self._gloo.close()
-        if not self._closed:
+        if self._closed:
+            return
+        communicator = self._communicator
+        if communicator is not None and self._has_joined and not self._under_way and not communicator.find_error():
+            self._closed, self._communicator = True, None
+            kept = KeptCommunicator(communicator, (self._created_in, self._sum_count))
+            self._sums.kept.keep(self._group_name, kept)
+        else:
             self._leave()
 
     def _leave(self) -> None:
@@ -166,18 +196,8 @@ class NcclGroup:
         written = [tensors for event, tensors in self._under_way if not _is_complete(event)]
         self.broken_off = len(written)
         self._under_way.clear()
-        if communicator is None:
-            return
-
-        def abort() -> None:
-            with contextlib.suppress(RuntimeError, DeviceFailed):  # the device reports it when it is drained
-                communicator.abort()
-            written.clear()  # only now nobody writes into them
-            _ending.remove(thread)
-
-        thread = threading.Thread(target=abort, name="culm-nccl-end", daemon=True)
-        _ending.append(thread)
-        thread.start()
+        if communicator is not None:
+            abort_in_thread(communicator, written)
 
 
 def _is_complete(event: DeviceEvent) -> bool:

@@ -21,14 +21,18 @@ from culm.transport.frames.mailbox import Mailbox
 from culm.transport.interface import Address, FrameKey, FrameMemory
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from culm.device.shared_chunks import PageLocker
     from culm.transport.frames.io_thread import SocketIOThread
     from culm.transport.frames.shared_memory import MappedChunks, SharedFrames
 
 HANDSHAKE_S = 10.0
 _REDIAL_INTERVAL_S = 0.5
 """Time between two attempts to reach an endpoint again."""
-_MIN_SENT_FRAMES, _MAX_SENT_BYTES = 4, 64 << 20
-"""Sent frames that are kept for a repetition: the last ones up to this size, and always a few."""
+_MIN_SENT_FRAMES, MAX_SENT_FRAMES, _MAX_SENT_BYTES = 4, 512, 64 << 20
+"""Sent frames that are kept for a repetition: the last ones up to this number and size, and always a few. The objects
+of a small frame take 2 KB, whatever it carries."""
 _SOCKET_BUFFER_BYTES = 4 << 20
 """Kernel buffers that hold a few activations, so that a send rarely needs the I/O thread."""
 
@@ -71,6 +75,11 @@ class OutboundConnection:
     def may_redial(self) -> bool:
         """Whether the connection is broken and a new attempt is due."""
         return self._broken and (not self._is_redial or time.monotonic() - self._broke_at > _REDIAL_INTERVAL_S)
+
+    @property
+    def broken_s(self) -> float:
+        """How long ago the connection broke; 0: it did not."""
+        return time.monotonic() - self._broke_at if self._broken else 0.0
 
     def dial(
         self, secret: bytes, own_address: Address, policy: EncryptionPolicy, unacknowledged_s: float = HANDSHAKE_S
@@ -120,9 +129,10 @@ class OutboundConnection:
             if isinstance(found, frame_codec.SharedPlace):
                 self.send(frame.header_for(found))
                 return
-            if found is not None and found.chunk not in self._announced_chunks:
-                self._announced_chunks.add(found.chunk)
-                self.send(frame_codec.encode_announcement(found))
+            for chunk in found or ():
+                if chunk.chunk not in self._announced_chunks:
+                    self._announced_chunks.add(chunk.chunk)
+                    self.send(frame_codec.encode_announcement(chunk))
         self.send(buffers)
 
     def confirm_chunk(self, chunk: int) -> None:
@@ -237,7 +247,9 @@ class SentFrames:
         with self._lock:
             self._frames.append((key, buffers, size))
             self._held_bytes += size
-            while len(self._frames) > _MIN_SENT_FRAMES and self._held_bytes > _MAX_SENT_BYTES:
+            while len(self._frames) > MAX_SENT_FRAMES or (
+                len(self._frames) > _MIN_SENT_FRAMES and self._held_bytes > _MAX_SENT_BYTES
+            ):
                 self._held_bytes -= self._frames.popleft()[2]
 
     def find(self, key: FrameKey) -> list[memoryview] | None:
@@ -272,12 +284,13 @@ class InboundConnection:
         on_transport_message: Callable[[Address, frame_codec.TransportMessage], None],
         on_dropped: Callable[[Address, int], None],
         allocate: FrameMemory | None = None,
+        find_locker: Callable[[], PageLocker | None] = lambda: None,
     ) -> None:
         """`on_damaged` is called with the sender and the key of a frame that arrived damaged (None: of a header, which
         breaks the connection), `on_transport_message` with what the other transport says (of a chunk, once it is
-        mapped), `on_dropped` with the number of a frame in shared memory that is not used any more. `allocate`: see
-        Transport.set_frame_memory."""
-        self._allocate = allocate
+        mapped), `on_dropped` with the number of a frame in shared memory that is not used any more. `allocate`,
+        `find_locker`: see Transport.set_frame_memory."""
+        self._allocate, self._find_locker = allocate, find_locker
         self._on_dropped = on_dropped
         self._mapped: MappedChunks | None = None
         self._sock, self._sender, self._mailbox, self._deliver = sock, sender, mailbox, deliver
@@ -339,7 +352,7 @@ class InboundConnection:
                 self._start_frame()
                 return
             self._frame = parsed
-            if not parsed.is_shared:
+            if not parsed.shared_chunks:
                 self._pending_buffers.extend(self._payload_buffers(parsed))
         if not self._pending_buffers:
             self._end_frame(self._frame)
@@ -348,15 +361,18 @@ class InboundConnection:
     def _handle_message(self, message: bytes | frame_codec.TransportMessage) -> None:
         if isinstance(message, bytes):
             self._deliver(self._sender, message)
-        elif not isinstance(message, frame_codec.ChunkAnnouncement) or self._map(message):
+        elif isinstance(message, frame_codec.ChunkAnnouncement):
+            self._map(message)
+        else:
             self._on_transport_message(self._sender, message)
 
-    def _map(self, announced: frame_codec.ChunkAnnouncement) -> bool:
+    def _map(self, announced: frame_codec.ChunkAnnouncement) -> None:
         if self._mapped is None:
             from culm.transport.frames.shared_memory import MappedChunks  # imports torch
 
-            self._mapped = MappedChunks(lambda number: self._on_dropped(self._sender, number))
-        return self._mapped.map(announced)
+            self._mapped = MappedChunks(lambda number: self._on_dropped(self._sender, number), self._find_locker())
+        if self._mapped.map(announced):
+            self._mapped.lock(announced.chunk, lambda: self._on_transport_message(self._sender, announced))
 
     def _payload_buffers(self, frame: frame_codec.FrameHeader) -> list[memoryview]:
         return [frame_codec.tensor_bytes(t) for t in frame.tensors if t is not None and t.numel()]
@@ -366,13 +382,25 @@ class InboundConnection:
         if frame_codec.checksum(self._payload_buffers(frame)) != frame.checksum:
             self._on_damaged(self._sender, frame.key)
             return
-        tensors = frame.tensors
-        if frame.is_shared and self._allocate is not None:
-            tensors = frame_codec.copy_into(self._allocate, tensors)
+        tensors = self._copies_of_unlocked(frame) if frame.shared_chunks else frame.tensors
         for tensor, required in zip(tensors, frame.requires_grad, strict=True):
             if tensor is not None and required:
                 tensor.requires_grad_(True)
         self._mailbox.put(frame.key, tuple(tensors))
+
+    def _copies_of_unlocked(self, frame: frame_codec.FrameHeader) -> list[Tensor | None]:
+        """The tensors of a frame in shared memory. Those that are not page-locked are copied where a device wants that,
+        and always if they are memory that the sender keeps."""
+        assert self._mapped is not None
+        chunks, in_any_case = iter(frame.shared_chunks), False
+        moving: list[Tensor | None] = []
+        for tensor in frame.tensors:
+            chunk = None if tensor is None or not tensor.numel() else next(chunks)
+            moves = chunk is not None and not self._mapped.is_locked(chunk)
+            moving.append(tensor if moves else None)
+            in_any_case |= moves and chunk is not None and self._mapped.is_of_device(chunk)
+        copies = frame_codec.copy_into(self._allocate, moving, in_any_case=in_any_case)
+        return [tensor if copy is None else copy for tensor, copy in zip(frame.tensors, copies, strict=True)]
 
     def set_low_watermark(self, count: int) -> None:
         """Report the socket as readable only from `count` bytes on, or at the end of the connection."""

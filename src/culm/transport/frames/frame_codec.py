@@ -3,14 +3,15 @@
     prefix   12 bytes: length of the header (4), its checksum (8)
     header   msgpack: ("f", epoch, step, name, checksum of the payload,
                        [(dtype, shape, strides, requires_grad) or nil, ...]),
-                       and for a frame in shared memory (chunk, offset, number) instead of a payload,
+                       and for a frame in shared memory a SharedPlace instead of a payload,
              ("l", message), ("r", epoch, step, name): send this frame again,
              ("m", ...): a chunk of shared memory (ChunkAnnouncement), ("o", chunk, process): it is mapped,
              ("a", number, ...): the receiver has dropped these frames of shared memory
     payload  the bytes of each tensor as they lie in memory, in order
 
-Checksums are XXH3 (64 bit). A damaged payload is requested again: its header says which frame it is. A damaged prefix
-or header breaks the connection, because the position of the next frame is unknown.
+Checksums are XXH3 (64 bit); that of a payload above 4 MiB is made of those of its pieces. A damaged payload is
+requested again: its header says which frame it is. A damaged prefix or header breaks the connection, because the
+position of the next frame is unknown.
 
 Strides are sent because they decide in which order kernels sum: a tensor that was transposed, or in channels-last
 format, must arrive as such, or the receiver would compute other bits than one process would.
@@ -30,6 +31,8 @@ from culm.errors import RunError
 from culm.transport.interface import FrameKey, FrameMemory
 
 if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
     import torch
     from torch import Tensor
 
@@ -66,6 +69,8 @@ class ChunkAnnouncement(NamedTuple):
     size: int
     token: bytes
     """The first bytes of the chunk: a process of another namespace with the same number is not mistaken for it."""
+    keeps_pages: bool
+    """Whether its pages are never returned to the system, so that it may be page-locked."""
 
 
 class SharedPlace(NamedTuple):
@@ -75,6 +80,8 @@ class SharedPlace(NamedTuple):
     offset: int
     frame: int
     """Number of the frame, unique for the sender."""
+    spots: tuple[tuple[int, int], ...] = ()
+    """(chunk, offset) of each tensor that has elements, unless they lie one after the other."""
 
 
 class EncodedFrame(NamedTuple):
@@ -115,11 +122,33 @@ def encode_frame(key: FrameKey, tensors: Sequence[Tensor | None]) -> EncodedFram
 
 
 def checksum(buffers: Iterable[memoryview]) -> int:
-    """The checksum of consecutive buffers."""
-    digest = xxhash.xxh3_64()
-    for buffer in buffers:
-        digest.update(buffer)
-    return digest.intdigest()
+    """The checksum of consecutive buffers. That of many bytes is made of those of pieces, which threads can compute
+    side by side: a receiver waits for it twice."""
+    parts = list(buffers)
+    if sum(map(len, parts)) <= _PIECE_BYTES:
+        digest = xxhash.xxh3_64()
+        for buffer in parts:
+            digest.update(buffer)
+        return digest.intdigest()
+    pieces = [part[start : start + _PIECE_BYTES] for part in parts for start in range(0, len(part), _PIECE_BYTES)]
+    run = map if _threads is None else _threads.map
+    digests = list(run(xxhash.xxh3_64_intdigest, pieces))
+    return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(digests)}Q", *digests))
+
+
+_PIECE_BYTES = 4 << 20
+_MOST_THREADS = 4
+_threads: Executor | None = None
+
+
+def use_threads(cores: int) -> None:
+    """Compute the checksums of large frames in threads, unless there are few cores. For workers that leave the
+    processor to do so: those with a device."""
+    global _threads  # noqa: PLW0603 - of the process, as its cores are
+    if _threads is None and cores >= 2 * _MOST_THREADS:
+        from concurrent.futures import ThreadPoolExecutor
+
+        _threads = ThreadPoolExecutor(_MOST_THREADS, "culm-checksum")
 
 
 def is_unchanged(buffers: Sequence[memoryview]) -> bool:
@@ -175,7 +204,8 @@ class FrameHeader(NamedTuple):
     """Uninitialised, unless they are in shared memory."""
     requires_grad: list[bool]
     checksum: int
-    is_shared: bool
+    shared_chunks: tuple[int, ...] = ()
+    """The chunk of each tensor that has elements, if they are in shared memory; empty: the payload follows."""
 
 
 TransportMessage: TypeAlias = ResendRequest | ChunkAnnouncement | ChunkConfirmation | Acknowledgement
@@ -217,7 +247,7 @@ def to_gapless_cpu(tensor: Tensor) -> Tensor:
             f"a tensor of {tensor.dtype}, {tensor.layout} on {tensor.device} cannot be sent: "
             "layers must pass dense tensors to each other"
         )
-    local = tensor.detach().cpu()
+    local = tensor.detach() if tensor.is_cpu else tensor.detach().cpu()
     if local.is_complex() or local.is_neg():
         local = local.resolve_conj().resolve_neg()  # lazy conjugation and negation are not in the bytes
     return local if _is_gapless(local) else local.contiguous()
@@ -258,8 +288,10 @@ def decode_header(
         if kind == "l" and isinstance(fields[0], bytes):
             return fields[0]
         if kind == "m":
-            chunk, process, descriptor, size, token = fields
-            return ChunkAnnouncement(int(chunk), int(process), int(descriptor), int(size), bytes(token))
+            chunk, process, descriptor, size, token, keeps_pages = fields
+            return ChunkAnnouncement(
+                int(chunk), int(process), int(descriptor), int(size), bytes(token), bool(keeps_pages)
+            )
         if kind == "o":
             return ChunkConfirmation(int(fields[0]), int(fields[1]))
         if kind == "a":
@@ -269,15 +301,19 @@ def decode_header(
             return ResendRequest(key)
         payload_digest, descriptions, *places = fields[3:]
         requires_grad = [d is not None and bool(d[3]) for d in descriptions]
+        shared_chunks: tuple[int, ...] = ()
         if places:
-            chunk, offset, number = places[0]
+            chunk, offset, number, spots = places[0]
+            place = SharedPlace(int(chunk), int(offset), int(number), tuple((int(c), int(at)) for c, at in spots))
             if find_shared is None:
                 raise ValueError("a frame in memory that is not shared")
-            found = find_shared(SharedPlace(int(chunk), int(offset), int(number)), _described(descriptions))
+            found = find_shared(place, _described(descriptions))
+            filled = sum(tensor.numel() > 0 for tensor in found)
+            shared_chunks = tuple(each for each, _ in place.spots) or (place.chunk,) * filled
         else:
             found = _allocate_tensors(descriptions, allocate)
         tensors = _with_gaps(found, descriptions)
-        return FrameHeader(key, tensors, requires_grad, int(payload_digest), is_shared=bool(places))
+        return FrameHeader(key, tensors, requires_grad, int(payload_digest), shared_chunks)
     except (msgspec.MsgspecError, RuntimeError, LookupError, TypeError, ValueError) as error:
         raise ValueError(f"not a frame: {error}") from None
 
@@ -304,11 +340,14 @@ def allocate_large(like: list[Tensor], allocate: FrameMemory) -> list[Tensor] | 
     return allocate(like) if sum(tensor.nbytes for tensor in like) >= _MIN_ALLOCATED_BYTES else None
 
 
-def copy_into(allocate: FrameMemory, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Copies in memory of `allocate`, or the same tensors if it has none."""
-    found = allocate_large([tensor for tensor in tensors if tensor is not None], allocate)
+def copy_into(
+    allocate: FrameMemory | None, tensors: Sequence[Tensor | None], *, in_any_case: bool = False
+) -> list[Tensor | None]:
+    """Copies in memory of `allocate`. If it has none, the same tensors or, `in_any_case`, copies in ordinary memory."""
+    present = [tensor for tensor in tensors if tensor is not None]
+    found = None if allocate is None else allocate_large(present, allocate)
     if found is None:
-        return list(tensors)
+        return [tensor.clone() if tensor is not None and in_any_case else tensor for tensor in tensors]
     copies = _with_gaps(found, tensors)
     for copy, tensor in zip(copies, tensors, strict=True):
         if copy is not None and tensor is not None:

@@ -24,6 +24,7 @@ from culm.transport.interface import (
 
 if TYPE_CHECKING:
     from culm.device.device_sums import DeviceSums
+    from culm.device.shared_chunks import SharedHostMemory
 
 
 class Delivery(NamedTuple):
@@ -32,7 +33,7 @@ class Delivery(NamedTuple):
 
     source: Address
     target: Address
-    kind: Literal["frame", "letter", "sum", "loss"]
+    kind: Literal["frame", "message", "sum", "loss"]
     size: int = 0
     """Bytes."""
 
@@ -235,7 +236,7 @@ class SimulatedTransport:
             self._damage_handler(sender.address, key)
             sender.send(self.address, key, sent)
 
-    def set_frame_memory(self, allocate: FrameMemory) -> None:
+    def set_frame_memory(self, allocate: FrameMemory, shared: SharedHostMemory | None = None) -> None:
         """Frames are copied in memory: they arrive in ordinary memory."""
 
     def release_sent_frames(self) -> None:
@@ -248,7 +249,7 @@ class SimulatedTransport:
         peer = self._connect(to)
         if peer is not None:
             message = ControlMessage(self.address, body)
-            self.network.deliver(Delivery(self.address, to, "letter", len(body)), peer.messages.put_nowait, message)
+            self.network.deliver(Delivery(self.address, to, "message", len(body)), peer.messages.put_nowait, message)
 
     def _connect(self, to: Address) -> SimulatedTransport | None:
         """The peer endpoint, over a new connection if the last one broke; None if either endpoint was removed."""

@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from culm.device.device_sums import NO_GPUS, find_obstacle
 from culm.errors import RunError, UsageError
 from culm.transport.frames import frame_codec
 from culm.transport.frames.connections import HANDSHAKE_S, InboundConnection, OutboundConnection, set_socket_options
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from culm.device.device_sums import DeviceSums
+    from culm.device.shared_chunks import SharedHostMemory
     from culm.transport.collectives.frame_group import FrameGroup
     from culm.transport.frames.shared_memory import SharedFrames
 
@@ -52,6 +54,8 @@ MIN_SHARED_BYTES = 512 << 10
 """Smaller frames travel over the connection: there a copy takes less time than an acknowledgement."""
 MAX_PENDING_HANDSHAKES = 64
 """Handshakes of callers that run at once, each in a thread."""
+FORGET_AFTER_S = 60.0
+"""A connection that broke and was not needed since is forgotten: most of its ends have been lost."""
 ACCEPT_S = 5.0
 """A caller has this long for the whole handshake."""
 
@@ -88,6 +92,7 @@ class SocketTransport:
         self._lock = threading.Lock()
         self._damage_handler: DamageHandler = ignore_damage
         self._frame_memory: FrameMemory | None = None
+        self._shared_memory: SharedHostMemory | None = None
         self._min_shared_bytes = math.inf if min_shared_bytes is None else min_shared_bytes
         self._shared_frames: SharedFrames | None = None
         self._dropped: collections.deque[tuple[Address, int]] = collections.deque()
@@ -107,7 +112,9 @@ class SocketTransport:
         if self._shared_frames is None:
             from culm.transport.frames.shared_memory import SharedFrames  # imports torch, which launchers do not need
 
-            self._shared_frames = SharedFrames()
+            self._shared_frames = SharedFrames(
+                chunks=None if self._shared_memory is None else self._shared_memory.chunks
+            )
         return self._shared_frames
 
     def send_message(self, to: Address, body: bytes) -> None:
@@ -149,8 +156,9 @@ class SocketTransport:
             connection.drop_epochs(below)
         return self.mailbox.close_epochs(below)
 
-    def set_frame_memory(self, allocate: FrameMemory) -> None:
-        self._frame_memory = allocate
+    def set_frame_memory(self, allocate: FrameMemory, shared: SharedHostMemory | None = None) -> None:
+        self._frame_memory, self._shared_memory = allocate, shared
+        frame_codec.use_threads(len(os.sched_getaffinity(0)))
         self._spin_s = 0.0  # outputs of the device are sent by the event loop, which must not poll meanwhile
 
     def _allocate_frame(self, tensors: list[Tensor]) -> list[Tensor] | None:
@@ -159,6 +167,8 @@ class SocketTransport:
     def release_sent_frames(self) -> None:
         for connection in list(self._outbound.values()):
             connection.release_sent_frames()
+        if self._shared_frames is not None:
+            self._shared_frames.release_of_ended_receivers()
 
     def set_damage_handler(self, handler: DamageHandler) -> None:
         self._damage_handler = handler
@@ -170,8 +180,9 @@ class SocketTransport:
         if any(encrypts_host(self._encryption, member.rpartition(":")[0]) for member in members):
             from culm.transport.collectives.frame_group import FrameGroup
 
-            asked_for_device = "connections are encrypted, which NCCL's cannot be" if sums is not None else ""
-            group = FrameGroup(self, key, members, self._receive_without_polling, fallback_reason=asked_for_device)
+            has_gpu = sums is not None and find_obstacle([sums.support()]) != NO_GPUS
+            missed = "connections are encrypted, which NCCL's cannot be" if has_gpu else ""
+            group = FrameGroup(self, key, members, self._receive_without_polling, fallback_reason=missed)
             self._frame_groups.add(group)
             return group
         if sums is not None:
@@ -201,11 +212,17 @@ class SocketTransport:
             with self._lock:
                 connection = self._outbound.get(to)
                 if connection is None or connection.may_redial:
+                    self._forget_broken_connections()
                     connection = self._outbound[to] = OutboundConnection(
                         self._io_thread, to, self._report_lost, is_redial=connection is not None
                     )
             connection.dial(self._secret, self.address, self._encryption, self._unacknowledged_s)
         return connection
+
+    def _forget_broken_connections(self) -> None:
+        """Called with the lock held."""
+        for address in [each for each, old in self._outbound.items() if old.broken_s > FORGET_AFTER_S]:
+            del self._outbound[address]
 
     def _accept_connection(self, sock: socket.socket) -> None:
         """Authenticate a caller in a thread, so that a silent one blocks nothing; then start to read from it.
@@ -241,6 +258,7 @@ class SocketTransport:
                 self._handle_transport_message,
                 self._handle_dropped_frame,
                 self._allocate_frame,
+                lambda: None if self._shared_memory is None else self._shared_memory.locker,
             )
         )
 

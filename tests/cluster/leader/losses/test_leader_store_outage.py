@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from culm import Job
 from culm.cluster.leader.output.store_writer import StoreWriter
 from culm.cluster.leader.recovery_metrics import RecoveryMetrics
 from culm.cluster.leader.recovery_record import RecoveryRecord
-from culm.cluster.store.store import MemoryStore
+from culm.cluster.store.store import MemoryStore, StoreClient
 from culm.runtime.clock import RealClock
 from culm.testing import Faults, SimulatedRun
 from culm.testing.virtual_time import run_virtual
@@ -100,5 +102,26 @@ def test_of_several_pending_snapshots_only_the_last_is_written_but_every_step() 
             ("progress", b"r2"),
             ("step", b"s2"),
         ]
+
+    run_virtual(main())
+
+
+def test_writes_of_a_long_outage_are_given_up_at_once() -> None:
+    """A leader that leaves during an outage must not fail: its node keeps its state."""
+
+    class Unreachable(StoreClient):
+        async def put(self, key: str, value: bytes, *, session: bool = False) -> None:
+            await asyncio.Event().wait()
+
+    async def main() -> None:
+        writer = StoreWriter(Unreachable(MemoryStore(), "leader"), 1.0)
+        snapshots = [bytes(100) for _ in range(5000)]
+        for snapshot in snapshots:
+            writer.enqueue("progress", snapshot)
+            writer.enqueue("step", b"s", keep_every_value=True)
+            await asyncio.sleep(0)
+        assert not await writer.wait_with_timeout()
+        assert sum(sys.getrefcount(snapshot) > 3 for snapshot in snapshots) <= 2, "only the first and the last are kept"
+        await writer.close()
 
     run_virtual(main())

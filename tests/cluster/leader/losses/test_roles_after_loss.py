@@ -75,7 +75,7 @@ def test_an_error_in_precomputing_plans_is_an_event_and_the_run_continues(
     assert unplanned["why"] == "cannot precompute plans: RuntimeError: out of plans"
 
 
-@pytest.mark.parametrize("kind", ["frame", "letter"])
+@pytest.mark.parametrize("kind", ["frame", "message"])
 @pytest.mark.parametrize("nth", [1, 3])
 def test_lost_messages_are_sent_again(tmp_path: Path, kind: Any, nth: int) -> None:
     """No node is lost, so no loss is reported: the missing progress is the only sign."""

@@ -108,11 +108,19 @@ class CheckpointCommitter:
         prune_failed = ""
         try:
             self._write_best(catalog)
-            catalog.prune(self._setup.keep_last, verify="sizes", keep=self._tracker.kept_steps)
+            self._prune(catalog, step)
         except CheckpointError as error:
             prune_failed = str(error)
         path = catalog.folder_of(step)
         return CommittedCheckpoint(step, sum(r.size for r in parts), prune_failed, verified, path)
+
+    def _prune(self, catalog: CheckpointCatalog, newest: int = 0) -> None:
+        """Delete old checkpoints. `newest`: the step of a checkpoint that the tracker does not know yet."""
+        damaged: set[int] = set()
+        if self._setup.resume_from is not None:  # it was passed over by the resume, and not written again since
+            later = {step for step in catalog.steps() if step > self._setup.start}
+            damaged = later - {*self._tracker.completed_steps, newest}
+        catalog.prune(self._setup.keep_last, verify="sizes", keep=self._tracker.kept_steps, damaged=damaged)
 
     def _write_best(self, catalog: CheckpointCatalog) -> None:
         """Record which checkpoint is the best one, once it is committed."""
@@ -132,9 +140,7 @@ class CheckpointCommitter:
             catalog = CheckpointCatalog(Storage(folder))
             with contextlib.suppress(CheckpointError, TimeoutError):
                 async with asyncio.timeout(STALL_S):
-                    await self._clock.run_in_thread(
-                        catalog.prune, self._setup.keep_last, verify="sizes", keep=self._tracker.kept_steps
-                    )
+                    await self._clock.run_in_thread(self._prune, catalog)
 
     async def delete_skipped(self, folder: str, step: int) -> None:
         """Delete the shards of the skipped checkpoint of a step and of earlier ones that were not committed: on a full

@@ -136,6 +136,11 @@ def no_endpoint_message(errors: dict[str, EtcdUnreachable]) -> str:
     return f"--etcd cannot be reached: {reasons}; start etcd or correct the address"
 
 
+def loses_data(version: str) -> bool:
+    """Whether a version is known to corrupt data when it is killed under load, or is not known."""
+    return version in ("", "3.5.0", "3.5.1", "3.5.2")
+
+
 def loses_data_when_killed(version: str, endpoint: str) -> bool:
-    """Versions known to corrupt data when killed under load. On the local machine that risk is accepted."""
-    return version in ("3.5.0", "3.5.1", "3.5.2") and urlsplit(endpoint).hostname not in ("127.0.0.1", "::1")
+    """Whether to warn of such a version. On the local machine that risk is accepted."""
+    return version != "" and loses_data(version) and urlsplit(endpoint).hostname not in ("127.0.0.1", "::1")

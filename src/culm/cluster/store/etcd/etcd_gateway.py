@@ -99,7 +99,10 @@ class EtcdGateway:
             self._endpoint_index += 1
             await self._clock.sleep(_MIN_RETRY_DELAY_S)
         if loses_data_when_killed(status.version, self.endpoint):
-            self._log(f"etcd {status.version} can lose data when it is killed under load: use 3.5.3 or newer")
+            self._log(
+                f"etcd {status.version} can lose data when it is killed under load: use 3.5.3 or newer (culm head and "
+                "culm launch take one from PATH)"
+            )
 
     async def close(self) -> None:
         """Close the connection. Waiting calls raise RunError."""

@@ -69,14 +69,24 @@ class LeaseSession:
 
     async def _acquire_lease(self) -> LeaseKeeper:
         """Acquire a lease, and write the marker and the session keys with it."""
+        while not await self._write_first_keys():
+            pass
+        keeper = LeaseKeeper(self._gateway.access, self.lease, self._timeouts)
+        keeper.start()
+        return keeper
+
+    async def _write_first_keys(self) -> bool:
+        """Write the marker and the session keys with a new lease. False: it expired before, as on a machine that froze
+        in between."""
         request = {"TTL": str(int(self._timeouts.lease)), "ID": "0"}
         self.lease = (await self._gateway.call("/v3/lease/grant", request, LeaseAnswer)).id
         values = {self.marker_key: b"", **(self._session_values or {})}
         first = {"success": [etcd_messages.put_operation(key, value, self.lease) for key, value in values.items()]}
-        await self._gateway.call("/v3/kv/txn", first, TxnAnswer)
-        keeper = LeaseKeeper(self._gateway.access, self.lease, self._timeouts)
-        keeper.start()
-        return keeper
+        try:
+            await self._gateway.call("/v3/kv/txn", first, TxnAnswer)
+        except LeaseNotFound:
+            return False
+        return True
 
     async def end(self) -> None:
         """Revoke the lease, which deletes all session keys. Does not wait for an unreachable etcd."""
