@@ -22,6 +22,8 @@ from culm.cluster.leader.event_handlers import EventHandlers
 from culm.cluster.leader.hang_detector import HangDetector
 from culm.cluster.leader.leader import Leader
 from culm.cluster.leader.output.hook_runner import InlineHookRunner
+from culm.cluster.leader.output.run_files import RunFiles
+from culm.cluster.leader.planning_calls import PlanningCalls
 from culm.cluster.prepare_run import prepare_run
 from culm.cluster.run_setup import RunResult, encode
 from culm.cluster.store.store import MemoryStore
@@ -572,22 +574,22 @@ def test_the_memory_of_a_leader_does_not_grow() -> None:
 
 def test_a_leader_keeps_no_task_that_has_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It starts several per second, and may lead for weeks."""
-    build_summary, counts = Leader._build_summary, []
+    build_summary, counts = RunFiles.build_summary, []
 
-    def count_tasks(leader: Leader) -> dict[str, Any]:
-        counts.append(len(leader._tasks))
-        return build_summary(leader)
+    def count_tasks(files: RunFiles) -> dict[str, Any]:
+        counts.append(len(files._tasks))
+        return build_summary(files)
 
-    monkeypatch.setattr(Leader, "_build_summary", count_tasks)
+    monkeypatch.setattr(RunFiles, "build_summary", count_tasks)
     simulate(job(steps=40), stages=2, out=str(tmp_path), cost=lambda *_: 0.1)
     assert len(counts) == 1
     assert counts[0] < 20
 
 
 def test_an_unexpected_error_beside_the_run_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def fail(leader: Leader, shape: object) -> None:
+    async def fail(planning: PlanningCalls, order: object) -> None:
         raise ValueError("a defect")
 
-    monkeypatch.setattr(Leader, "_precompute_plans", fail)
+    monkeypatch.setattr(PlanningCalls, "precompute_plans", fail)
     with pytest.raises(RunError, match="the leader failed: ValueError: a defect"):
         simulate_any(job(steps=10**6), pipelines=2, stages=2, strategy="reroute")
