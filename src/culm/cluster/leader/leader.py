@@ -28,8 +28,8 @@ from culm.cluster.leader.output.input_log import InputLogWriter, LogHeader
 from culm.cluster.leader.output.run_files import RunFiles
 from culm.cluster.leader.output.run_output import HANDOVER_TIMEOUT_S, RunOutput
 from culm.cluster.leader.output.store_writer import StoreWriter
+from culm.cluster.leader.output.stored_run import StoredRun, killed_at
 from culm.cluster.leader.planning_calls import PlanningCalls
-from culm.cluster.leader.stored_run import StoredRun, killed_at
 from culm.cluster.run_setup import RunResult, encode
 from culm.cluster.store.store import SessionLost
 from culm.errors import BudgetReached, CulmError, RunError, unexpected_failure
@@ -271,6 +271,8 @@ class Leader:
             case events.DecideReshape(epoch):
                 case = self._planning.policy_case()
                 self._tasks.start(self._post_result(self._planning.decide_reshape(epoch, case)))
+            case events.BuildShape(depths):
+                self._tasks.start(self._post_result(self._planning.build_shape(depths)))
             case events.LeaveNode(dismissed):
                 self._tasks.start(self._leave_node(self.dismissed_event if dismissed else self.may_leave_event))
 

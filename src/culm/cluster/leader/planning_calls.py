@@ -13,15 +13,17 @@ from culm.cluster.leader import events
 from culm.cluster.leader.next_epoch import NextEpoch, nodes_by_slot, recovery_epoch, surviving_cluster
 from culm.cluster.leader.plan_improver import search_plan
 from culm.cluster.leader.policy_case import PolicyCase
-from culm.cluster.leader.reshaped_epoch import ReshapeInputs, reshaped_epoch, template_epoch
+from culm.cluster.leader.reshaped_epoch import ReshapeInputs, layer_model_of, reshaped_epoch, template_epoch
+from culm.errors import CulmError
 from culm.plan.recover.role_assignment import precompute_next_plans
 from culm.plan.replan.plan_cache import PlanCache
+from culm.plan.reshape.pipeline_shape import build_shape
 
 if TYPE_CHECKING:
     from culm.cluster.leader.leader_state import LeaderState
     from culm.cluster.leader.output.storage_health import LogEvent
     from culm.cluster.run_setup import RunSetup
-    from culm.plan.reshape.pipeline_shape import PipelineShape
+    from culm.plan.reshape.pipeline_shape import Depths, PipelineShape
     from culm.runtime.clock import Clock
     from culm.runtime.epoch import Epoch
 
@@ -109,6 +111,14 @@ class PlanningCalls:
     async def decide_reshape(self, epoch: int, case: PolicyCase) -> events.ReshapeDecided:
         """Apply the policy of the run."""
         return events.ReshapeDecided(epoch, await self._clock.run_in_thread(case.decide))
+
+    async def build_shape(self, depths: Depths) -> events.ShapeBuilt:
+        """Partition and plan pipelines of these depths."""
+        try:
+            model = layer_model_of(self._state.initial_setup)
+            return events.ShapeBuilt(depths, await self._clock.run_in_thread(build_shape, model, depths))
+        except CulmError as error:
+            return events.ShapeBuilt(depths, None, str(error))
 
     async def precompute_plans(self, order: events.PrecomputePlans) -> None:
         """Precompute, one at a time in a thread, the plans for the next possible losses, so that a loss finds its plan
