@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 
 from culm import Job
 from culm.cli import app
-from culm.cluster.leader import leader_state
+from culm.cluster.leader import leader_state, policy_case, reshaped_epoch
 from culm.cluster.leader.events import (
+    BuildShape,
     Call,
     CommitCheckpoint,
     Completed,
@@ -35,6 +36,7 @@ from culm.cluster.leader.events import (
     ReturnTimer,
     SendMessage,
     SendToAll,
+    ShapeBuilt,
     Started,
     StartHook,
     WriteEvent,
@@ -45,11 +47,13 @@ from culm.cluster.leader.next_epoch import recovery_epoch
 from culm.cluster.leader.output import input_log
 from culm.cluster.leader.output.hook_runner import HookResult
 from culm.cluster.leader.phases import InvalidTransition, Phase, PhaseHistory
+from culm.cluster.leader.reshaped_epoch import layer_model_of
 from culm.cluster.prepare_run import prepare_run
 from culm.cluster.run_setup import NodeRecord, StepGate, encode
 from culm.config import RunConfig
 from culm.monitor import EvaluationInterval
 from culm.plan.recover.lineage import WorkerInventory
+from culm.plan.reshape.pipeline_shape import build_shape
 from culm.runtime import messages
 from culm.runtime.epoch import Epoch
 from culm.testing import Faults
@@ -216,6 +220,75 @@ def test_commits_do_not_wait_for_the_policy_and_use_its_decision_when_it_is_ther
     assert any(isinstance(each, SendToAll) for each in leader.commit_next()), "the commit is announced"
     assert leader.feed(ReshapeDecided(1, VERDICT)) == []
     assert decided_layouts(leader.commit_next()) == ["3+2"]
+
+
+class Requested(WaitingNode):
+    """A cluster in which another layout has been requested from outside."""
+
+    def request(self, layout: str) -> BuildShape:
+        """The instruction to build the shape of a layout."""
+        (asked,) = [each for each in self.feed(KeyChanged("wish/layout", layout.encode())) if type(each) is BuildShape]
+        return asked
+
+    def build(self, asked: BuildShape) -> list[Instruction]:
+        """The shape is there."""
+        model = layer_model_of(self.state.initial_setup)
+        return self.feed(ShapeBuilt(asked.depths, build_shape(model, asked.depths)))
+
+
+def test_commits_do_not_wait_for_a_requested_shape_and_its_epoch_is_planned_by_a_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    leader = Requested()
+    with monkeypatch.context() as patch:
+        for module in (policy_case, reshaped_epoch):  # wherever the state machine could reach it
+            patch.setattr(module, "build_shape", None)
+        asked = leader.request("3+2")
+        found = leader.commit_next()
+        assert any(isinstance(each, SendToAll) for each in found), "the commit is announced"
+        assert decided_layouts(found) == []
+    assert leader.build(asked) == []
+    with monkeypatch.context() as patch:
+        for module in (policy_case, reshaped_epoch):
+            patch.setattr(module, "build_shape", None)
+        assert decided_layouts(leader.commit_next()) == ["3+2"]
+        while leader.state.phase != Phase.HALTING:
+            leader.commit_next()
+        leader.report(0, 1, 2, 3, step=leader.next_step)
+    (plan,) = leader.plans
+    assert isinstance(plan.body, PlanReshape)
+    assert plan.body.shape is not None
+    assert plan.body.depths == plan.body.shape.depths == asked.depths
+
+
+def test_an_impossible_requested_layout_is_refused_before_anything_drains() -> None:
+    leader = Requested()
+    asked = leader.request("7+1")
+    assert refusals(leader.feed(ShapeBuilt(asked.depths, None, "6 layers fill at most 6 stages"))) == [
+        "cannot use the requested layout 7+1: 6 layers fill at most 6 stages"
+    ]
+    assert decided_layouts(leader.commit_next()) == []
+
+
+def test_of_two_requested_layouts_the_newer_one_counts() -> None:
+    leader = Requested()
+    older, newer = leader.request("1x4"), leader.request("3+2")
+    for asked in (newer, older):
+        assert leader.build(asked) == []
+    assert decided_layouts(leader.commit_next()) == ["3+2"]
+
+
+def test_a_layout_that_is_requested_while_another_change_drains_is_not_forgotten() -> None:
+    leader = Requested()
+    leader.build(leader.request("3+2"))
+    assert decided_layouts(leader.commit_next()) == ["3+2"]
+    leader.build(leader.request("1x4"))
+    leader.lose(3)
+    assert leader.state.phase == Phase.HALTING
+    leader.report(0, 1, 2, step=leader.next_step)
+    controller = leader.state.handlers.epoch_change.reshape_controller
+    assert controller._requested_shape is not None
+    assert controller._requested_shape.depths == (4,)
 
 
 def test_a_decision_for_an_earlier_epoch_is_not_used() -> None:

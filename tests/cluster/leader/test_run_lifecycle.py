@@ -19,12 +19,15 @@ from torch import Tensor, nn
 import culm
 from culm.checkpoint import CheckpointCatalog, Storage
 from culm.cluster.leader.event_handlers import EventHandlers
+from culm.cluster.leader.events import Call, PlanRecovery, PlanReshape
 from culm.cluster.leader.hang_detector import HangDetector
 from culm.cluster.leader.leader import Leader
 from culm.cluster.leader.output.hook_runner import InlineHookRunner
+from culm.cluster.leader.output.run_files import RunFiles
+from culm.cluster.leader.planning_calls import PlanningCalls
 from culm.cluster.prepare_run import prepare_run
 from culm.cluster.run_setup import RunResult, encode
-from culm.cluster.store.store import MemoryStore
+from culm.cluster.store.store import MemoryStore, SessionLost
 from culm.config import RunConfig
 from culm.errors import (
     CheckpointError,
@@ -310,17 +313,47 @@ def test_the_launcher_can_end_a_run() -> None:
         simulate(job(steps=10**6), stages=2, script=script)
 
 
+def lone_leader(store: MemoryStore) -> Leader:
+    """A leader without agents and workers. Call it on a virtual event loop."""
+    described = job()
+    setup = prepare_run(described, RunConfig(stages=2, strategy="none"))
+    endpoint = SimulatedNetwork().endpoint("agent-0")
+    seams = (endpoint, VirtualClock(), store.client("agent-0"))
+    return Leader(described, setup, 0, *seams, HangDetector(5.0, 0.0), InlineHookRunner(described))
+
+
 def test_of_two_results_the_first_one_stays() -> None:
     async def main() -> None:
-        described, store = job(), MemoryStore()
+        store = MemoryStore()
         store.write("result", b"the first")
-        setup = prepare_run(described, RunConfig(stages=2, strategy="none"))
-        endpoint = SimulatedNetwork().endpoint("agent-0")
-        seams = (endpoint, VirtualClock(), store.client("agent-0"))
-        leader = Leader(described, setup, 0, *seams, HangDetector(5.0, 0.0), InlineHookRunner(described))
+        leader = lone_leader(store)
         leader.inbox.put_nowait(leader.state.node_lost_error(1))
         await leader.run()
         assert store.read("result") == b"the first"
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("kind", ["recovery", "reshape"])
+def test_a_session_lost_while_an_epoch_is_planned_ends_this_leader_and_not_the_run(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    async def lose_session(planning: PlanningCalls, order: object) -> None:
+        raise SessionLost("the lease of agent-0 has expired")
+
+    orders: dict[str, PlanRecovery | PlanReshape] = {
+        "recovery": PlanRecovery(2, {}, 0, (), {}, (), {}, 0.0),
+        "reshape": PlanReshape(2, {}, {}, 0, {}, (2, 1)),
+    }
+    monkeypatch.setattr(PlanningCalls, f"plan_{kind}", lose_session)
+
+    async def main() -> None:
+        store = MemoryStore()
+        leader = lone_leader(store)
+        await leader._plan_in_background(Call(1, orders[kind]))
+        with pytest.raises(SessionLost):
+            await leader.run()
+        assert store.read("result") is None, "the next leader continues the run"
 
     run_virtual(main())
 
@@ -572,22 +605,22 @@ def test_the_memory_of_a_leader_does_not_grow() -> None:
 
 def test_a_leader_keeps_no_task_that_has_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It starts several per second, and may lead for weeks."""
-    build_summary, counts = Leader._build_summary, []
+    build_summary, counts = RunFiles.build_summary, []
 
-    def count_tasks(leader: Leader) -> dict[str, Any]:
-        counts.append(len(leader._tasks))
-        return build_summary(leader)
+    def count_tasks(files: RunFiles) -> dict[str, Any]:
+        counts.append(len(files._tasks))
+        return build_summary(files)
 
-    monkeypatch.setattr(Leader, "_build_summary", count_tasks)
+    monkeypatch.setattr(RunFiles, "build_summary", count_tasks)
     simulate(job(steps=40), stages=2, out=str(tmp_path), cost=lambda *_: 0.1)
     assert len(counts) == 1
     assert counts[0] < 20
 
 
 def test_an_unexpected_error_beside_the_run_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def fail(leader: Leader, shape: object) -> None:
+    async def fail(planning: PlanningCalls, order: object) -> None:
         raise ValueError("a defect")
 
-    monkeypatch.setattr(Leader, "_precompute_plans", fail)
+    monkeypatch.setattr(PlanningCalls, "precompute_plans", fail)
     with pytest.raises(RunError, match="the leader failed: ValueError: a defect"):
         simulate_any(job(steps=10**6), pipelines=2, stages=2, strategy="reroute")

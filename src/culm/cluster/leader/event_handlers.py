@@ -31,6 +31,7 @@ from culm.cluster.leader.events import (
     ReshapeDecided,
     ReturnTimer,
     SessionTimer,
+    ShapeBuilt,
     StartAfterTimer,
     Started,
     Suspicion,
@@ -126,6 +127,8 @@ class EventHandlers:
                 self.epoch_change.reshape_controller.plan_improver.handle_search(event)
             case ReshapeDecided():
                 self.epoch_change.reshape_controller.handle_decided(event)
+            case ShapeBuilt():
+                self.epoch_change.reshape_controller.handle_requested_shape(event)
             case NodeEvicted(node):
                 self.state.evicted_nodes.add(node)
                 if self.epoch_change.returning_nodes.has_no_session(node):  # it has no key that would be deleted

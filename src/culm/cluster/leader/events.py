@@ -169,6 +169,15 @@ class ReshapeDecided(msgspec.Struct, frozen=True, tag="reshape_decided"):
     verdict: ReshapeVerdict | None
 
 
+class ShapeBuilt(msgspec.Struct, frozen=True, tag="shape_built"):
+    """The shape with pipelines of these depths; None: there is none."""
+
+    depths: tuple[int, ...]
+    shape: PipelineShape | None
+    why: str = ""
+    """Why there is none."""
+
+
 class EndedWorkers(msgspec.Struct, frozen=True, tag="ended_workers"):
     """The workers whose process has ended."""
 
@@ -196,6 +205,7 @@ LeaderEvent: TypeAlias = (
     | NodeEvicted
     | PlanSearched
     | ReshapeDecided
+    | ShapeBuilt
     | CheckpointWritten
     | Completed
 )
@@ -304,6 +314,12 @@ class DecideReshape(msgspec.Struct, frozen=True, tag="decide_reshape"):
     """Apply the policy of the run to the present nodes in the background. The result is the event ReshapeDecided."""
 
     epoch: int
+
+
+class BuildShape(msgspec.Struct, frozen=True, tag="build_shape"):
+    """Partition and plan pipelines of these depths in the background. The result is the event ShapeBuilt."""
+
+    depths: tuple[int, ...]
 
 
 class LeaveNode(msgspec.Struct, frozen=True, tag="leave"):
@@ -471,6 +487,7 @@ Instruction: TypeAlias = (
     | PrecomputePlans
     | ImprovePlan
     | DecideReshape
+    | BuildShape
     | LeaveNode
     | EndLeading
     | Call

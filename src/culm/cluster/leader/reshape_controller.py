@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from culm.cluster.leader.events import DecideReshape, PlannedEpoch, PlanReshape, ReshapeDecided, ReshapeVerdict
+from culm.cluster.leader.events import (
+    BuildShape,
+    DecideReshape,
+    PlannedEpoch,
+    PlanReshape,
+    ReshapeDecided,
+    ReshapeVerdict,
+    ShapeBuilt,
+)
 from culm.cluster.leader.next_epoch import NextEpoch
 from culm.cluster.leader.plan_improver import PlanImprover
 from culm.cluster.leader.policy_case import LayoutStepTimes, PolicyCase
@@ -20,7 +28,6 @@ from culm.plan.reshape.pipeline_shape import (
     Depths,
     PipelineShape,
     ShapeInputs,
-    build_shape,
     format_depths,
     parse_depths,
     slots_to_fill,
@@ -50,7 +57,8 @@ class ReshapeIntent:
     requested: bool = False
     """Whether it was requested from outside."""
     shape: PipelineShape | None = None
-    """The current shape with another plan; None: the shape is built from the depths."""
+    """The shape, if it is known: the requested one, or the current one with another plan; None: it is built from the
+    depths."""
 
 
 class ReshapeController:
@@ -60,6 +68,9 @@ class ReshapeController:
         self.state = state
         self.intent: ReshapeIntent | None = None
         self._requested_depths: Depths | None = None
+        """The layout requested last from outside, until its shape has been built."""
+        self._requested_shape: PipelineShape | None = None
+        """Its shape, until the change begins or is refused."""
         self._smaller_stages: ReshapeVerdict | None = None
         """The shape to change to because the memory of a worker does not suffice."""
         self._quiet_period = SettleTimer()
@@ -73,11 +84,27 @@ class ReshapeController:
     # Requests and plans.
 
     def request_layout(self, text: str) -> None:
-        """Record a layout requested from outside. An invalid one is refused with an event."""
+        """Take a layout requested from outside, and have its shape built while training continues. An invalid one is
+        refused with an event."""
         try:
-            self._requested_depths = parse_depths(text)
+            depths = parse_depths(text)
         except PlanError as error:
             self.state.log_event("refused", why=f"cannot use the requested layout {text!r}: {error}")
+            return
+        if self._is_supported:
+            self._requested_depths, self._requested_shape = depths, None
+            self.state.emit(BuildShape(depths))
+
+    def handle_requested_shape(self, event: ShapeBuilt) -> None:
+        """Keep the shape of the requested layout until the next commit, or refuse the layout, which is impossible."""
+        if event.depths != self._requested_depths:
+            return  # another layout has been requested since
+        self._requested_depths, self._requested_shape = None, event.shape
+        if event.shape is None:
+            self._refuse_request(event.depths, event.why)
+
+    def _refuse_request(self, depths: Depths, why: str) -> None:
+        self.state.log_event("refused", why=f"cannot use the requested layout {format_depths(depths)}: {why}")
 
     def consider_reshape(self, step: int) -> None:
         """Before a step is committed: if another shape is wanted, announce the drain. No worker has begun the step
@@ -90,11 +117,13 @@ class ReshapeController:
             or not self._is_supported
         ):
             return
-        requested, first_step = self._requested_reshape(), step + RESHAPE_DELAY_STEPS
-        wanted = requested or self._policy_reshape(state.epoch, step)
-        if wanted is not None:
+        first_step = step + RESHAPE_DELAY_STEPS
+        if (shape := self._requested_reshape(state.epoch)) is not None:
+            why = f"{format_depths(shape.depths)} was requested"
+            self._announce(ReshapeIntent(shape.depths, why, first_step, requested=True, shape=shape), shape.depths)
+        elif (wanted := self._policy_reshape(state.epoch, step)) is not None:
             depths, why = wanted
-            self._announce(ReshapeIntent(depths, why, first_step, requested=requested is not None), depths)
+            self._announce(ReshapeIntent(depths, why, first_step), depths)
         elif (better := self._better_plan(state.epoch, first_step)) is not None:
             self._announce(better, _current_depths(state.epoch, state))
 
@@ -126,21 +155,16 @@ class ReshapeController:
         """Whether the open steps have drained: everything before the first step of the new shape is committed."""
         return self.intent is not None and self.state.ledger.next_step >= self.intent.first_step
 
-    def _requested_reshape(self) -> tuple[Depths, str] | None:
-        """The requested layout and the reason; None if there is no request, or it is current or impossible."""
-        depths, self._requested_depths = self._requested_depths, None
-        assert self.state.epoch is not None
-        if depths is None or depths == _current_depths(self.state.epoch, self.state):
+    def _requested_reshape(self, epoch: Epoch) -> PipelineShape | None:
+        """The requested shape; None: there is none, or it is the current one, or too few nodes are present."""
+        shape, self._requested_shape = self._requested_shape, None
+        if shape is None or shape.depths == _current_depths(epoch, self.state):
             return None
-        try:
-            build_shape(self.model, depths)
-            available = len(self._available_workers(self.state.epoch))
-            if sum(depths) > available:
-                raise PlanError(f"it needs {sum(depths)} nodes and {available} are present")
-        except PlanError as error:
-            self.state.log_event("refused", why=f"cannot use the requested layout {format_depths(depths)}: {error}")
+        needed, available = sum(shape.depths), len(self._available_workers(epoch))
+        if needed > available:
+            self._refuse_request(shape.depths, f"it needs {needed} nodes and {available} are present")
             return None
-        return depths, f"{format_depths(depths)} was requested"
+        return shape
 
     # The policy.
 
@@ -272,17 +296,18 @@ class ReshapeController:
         if intent is None or intent.first_step > inputs.step or any_weights_after(halt.inventories, inputs.step):
             return None
         found = yield from self._reshape_or_refuse(inputs, intent.depths, intent.why, intent.shape)
-        self._requested_depths, self._quiet_period.is_decided = None, True
+        self._quiet_period.is_decided = True
+        if self._requested_shape is intent.shape:  # else another layout has been requested since
+            self._requested_shape = None
         return found
 
     def _take_intent(self) -> ReshapeIntent | None:
         """Take the planned change. If it is not carried out now, it has to be decided again."""
         intent, self.intent = self.intent, None
         if intent is not None:
-            self._requested_depths, self._quiet_period.is_decided = (
-                intent.depths if intent.requested else self._requested_depths,
-                False,
-            )
+            self._quiet_period.is_decided = False
+            if intent.requested and self._requested_depths is None and self._requested_shape is None:
+                self._requested_shape = intent.shape
         return intent
 
     def reshape_from_layers(self, halt: EpochHalt, old: Epoch) -> Flow[NextEpoch | None]:

@@ -69,7 +69,7 @@ def test_an_error_in_precomputing_plans_is_an_event_and_the_run_continues(
         raise RuntimeError("out of plans")
         yield
 
-    monkeypatch.setattr("culm.cluster.leader.leader.precompute_next_plans", failing)
+    monkeypatch.setattr("culm.cluster.leader.planning_calls.precompute_next_plans", failing)
     _, events = hurt(job(steps=3, exact=True), Faults(), tmp_path, pipelines=2, stages=2, strategy="reroute")
     (unplanned,) = [event for event in events if event["kind"] == "unplanned"]
     assert unplanned["why"] == "cannot precompute plans: RuntimeError: out of plans"

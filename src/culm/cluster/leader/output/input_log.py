@@ -18,7 +18,7 @@ from culm.errors import UsageError
 MAX_BYTES = 64 << 20
 """Size of the log of one leader, after which nothing more is recorded."""
 FILE_PATTERN = "leader-*.log"
-VERSION = 4
+VERSION = 5
 _LENGTH = struct.Struct("<I")
 _NO_INSTRUCTIONS = bytes(8)
 

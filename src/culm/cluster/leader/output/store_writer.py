@@ -4,12 +4,14 @@ and workers keep the leader's snapshot."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from culm.cluster.leader.stored_snapshot import PROGRESS_KEY, EncodedSnapshot, StoredSnapshot
+from culm.errors import RunError
 
 if TYPE_CHECKING:
     from culm.cluster.store.store import Store
@@ -106,6 +108,14 @@ class StoreWriter:
             await self._changed.wait()
         if self._task is not None and self._task.done():
             self._task.result()
+
+    async def accepts_writes(self, node: int) -> bool:
+        """Whether the store accepts a write of this node. It accepts none of a node whose lease has expired."""
+        with contextlib.suppress(RunError, TimeoutError):
+            async with asyncio.timeout(self._timeout_s):
+                await self._store.put("lines", str(node).encode())
+            return True
+        return False
 
     async def close(self) -> None:
         """Cancel the writes that are pending."""
