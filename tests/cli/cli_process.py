@@ -72,7 +72,7 @@ class EndlessRun:
         return next(found, "").rstrip("\n")
 
     def wait_for_steps(self) -> None:
-        assert self.next_line("step ")
+        assert self.next_line("steps ")
         (self.supervisor_pid,) = children(self.process.pid)
         self.fork_server_pid, self.etcd_pid = sorted(
             children(self.supervisor_pid), key=lambda pid: "--data-dir" in _command(pid)

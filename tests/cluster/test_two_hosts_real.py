@@ -147,8 +147,8 @@ def test_a_host_silent_for_too_long_is_fenced_and_rejoins_when_the_network_heals
         far.hear("this machine rejoins as a new node")
         run.hear("node 2 joined")
         while not has_its_place(tmp_path, 2):
-            run.hear("step ")
-        run.hear("step ")
+            run.hear("steps ")
+        run.hear("steps ")
         end.touch()
         assert run.ended() == 0, run.said
         assert far.ended() == 0, far.said

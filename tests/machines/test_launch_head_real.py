@@ -82,7 +82,7 @@ def test_a_launch_on_a_head_is_listed_stopped_and_ended_from_here(tmp_path: Path
             (row,) = json.loads(launched.culm("list", "--json"))
             head = hosts.network.address("head")
             assert (row["job"], row["head"], row["running"], row["supervised"]) == (launched.name, head, 2, True)
-            assert "step 1:" in launched.culm("logs", launched.name)
+            assert "step 0:" in launched.culm("logs", launched.name)
             launched.culm("stop", launched.name)
             summary = summary_of(launched)
             assert 0 < summary["steps"] < 600

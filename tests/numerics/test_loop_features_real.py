@@ -71,7 +71,7 @@ def test_hooks_are_called_and_a_stream_survives_a_kill(
     seen = log.read_text().splitlines()
     assert [line for line in seen if line.startswith("evaluation")] == ["evaluation 1", "evaluation 3", "evaluation 5"]
     assert {"lost 3", "checkpoint 6"} <= set(seen)
-    assert "step 6" in capfd.readouterr().err
+    assert "steps 6/6" in capfd.readouterr().err
 
 
 class Wide(nn.Sequential):

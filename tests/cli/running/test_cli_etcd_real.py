@@ -191,7 +191,7 @@ def test_a_run_on_other_machines_completes_despite_connections_of_strangers(
     agents = [start("agent", "--zone", "a", *guarded.options())]
     with fresh_programs():
         agents.append(start("agent", "--zone", "b", *guarded.options()))
-    assert run.line("step "), run.ended()
+    assert run.line("steps "), run.ended()
     for command in commands.values():
         said = refused(capsys, command, guarded.options(etcd_user="root:wrong"))
         assert "does not know this user with this password" in said
