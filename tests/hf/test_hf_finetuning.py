@@ -362,5 +362,5 @@ def test_a_model_that_cannot_be_cut_is_refused_with_the_fix() -> None:
         culm.hf.parts(dropped)
     with pytest.raises(JobError, match="LlamaModel"):
         culm.hf.parts(tiny_model("llama").model)
-    with pytest.raises(JobError, match="there is no folder .* in the local cache of Hugging Face"):
+    with pytest.raises(JobError, match=r"there is no folder .* in the local cache of Hugging Face"):
         culm.hf.parts("meta-llama/Llama-3.2-1B")
