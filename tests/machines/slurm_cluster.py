@@ -28,12 +28,16 @@ def why_not() -> str:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Free ports below the ephemeral ones."""
+    """Consecutive free ports below the ephemeral ones."""
     found: list[int] = []
     for port in range(23000 + os.getpid() % 4000, 31000):
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind(("127.0.0.1", port))
-            found.append(port)
+        try:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", port))
+        except OSError:
+            found.clear()
+            continue
+        found.append(port)
         if len(found) == count:
             return found
     raise AssertionError("there are no free ports")
@@ -88,7 +92,6 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1
 PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2 PreemptMode=OFF
 """
         )
-        assert ports == list(range(ports[0], ports[0] + NODES)), "the ports of the nodes must be consecutive"
         self._start("slurmctld", "-D")
         for number in range(NODES):
             self._start("slurmd", "-D", "-N", f"n{number}")
