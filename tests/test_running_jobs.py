@@ -53,7 +53,7 @@ def test_a_job_is_waited_for_and_its_summary_is_that_of_the_run(
 
 
 @pytest.mark.real
-def test_a_stopped_job_has_a_checkpoint_and_whoever_waits_for_it_is_told(tmp_path: Path) -> None:
+def test_culm_stop_writes_a_checkpoint_and_ends_culm_attach(tmp_path: Path) -> None:
     name = culm.start(ENDLESS, stages=2, out=tmp_path / "a")
     until = time.monotonic() + LIMIT_S
     while not has_steps(tmp_path / "a"):
