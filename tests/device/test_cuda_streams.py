@@ -216,6 +216,7 @@ def test_several_actions_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     add = LaunchedActions.add
 
     def counted(self: LaunchedActions, action: LaunchedAction) -> None:
+        torch.cuda._sleep(BUSY_CYCLES // 20)  # the next action is not complete when the one after it is launched
         add(self, action)
         depths.append(len(self._launched))
 

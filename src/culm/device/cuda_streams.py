@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import functools
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -166,7 +168,7 @@ class CudaStreams:
             with contextlib.suppress(OSError):
                 memory = self.shared_memory.chunks.allocate(size)
                 if _lock_in_thread(self.device, memory):
-                    return memory
+                    return _unlocked_when_dropped(memory, self.shared_memory.locker)
             self._can_share = False
         try:
             return memoryview(torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy())  # type: ignore[arg-type]
@@ -217,6 +219,14 @@ def _lock_in_thread(device: torch.device, memory: memoryview) -> bool:
     thread.start()
     thread.join()
     return locked == [True]
+
+
+def _unlocked_when_dropped(memory: memoryview, locker: PageLocker) -> memoryview:
+    """The same memory. When the last user has dropped it, it is unlocked before it is unmapped: the driver would go on
+    using its pages for whatever is mapped at its address next."""
+    block = (ctypes.c_uint8 * len(memory)).from_buffer(memory)
+    weakref.finalize(block, locker.unlock, memory).atexit = False
+    return memoryview(block).cast("B")
 
 
 @contextlib.contextmanager

@@ -96,8 +96,8 @@ class PageLocker:
         """Lock all of a mapping; `done` is called in the thread. Its owner calls `unlock` before it is unmapped."""
         self._submit(lambda: done(self._lock_pages(address_of(memory), len(memory))))
 
-    def unlock(self, memory: mmap.mmap) -> None:
-        """Unlock a mapping, which stays mapped until that is done. May be called wherever an object may be freed."""
+    def unlock(self, memory: mmap.mmap | memoryview) -> None:
+        """Unlock memory, which stays mapped until that is done. May be called wherever an object may be freed."""
         self._submit(lambda: self._unlock_pages(address_of(memory)))
 
     def _submit(self, work: Callable[[], object]) -> None:
