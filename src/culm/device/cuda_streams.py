@@ -168,7 +168,7 @@ class CudaStreams:
             with contextlib.suppress(OSError):
                 memory = self.shared_memory.chunks.allocate(size)
                 if _lock_in_thread(self.device, memory):
-                    return _unlocked_when_dropped(memory, self.shared_memory.locker)
+                    return _unlocked_when_dropped(self.device, memory)
             self._can_share = False
         try:
             return memoryview(torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy())  # type: ignore[arg-type]
@@ -221,12 +221,16 @@ def _lock_in_thread(device: torch.device, memory: memoryview) -> bool:
     return locked == [True]
 
 
-def _unlocked_when_dropped(memory: memoryview, locker: PageLocker) -> memoryview:
+def _unlocked_when_dropped(device: torch.device, memory: memoryview) -> memoryview:
     """The same memory. When the last user has dropped it, it is unlocked before it is unmapped: the driver would go on
     using its pages for whatever is mapped at its address next."""
     block = (ctypes.c_uint8 * len(memory)).from_buffer(memory)
-    weakref.finalize(block, locker.unlock, memory).atexit = False
+    weakref.finalize(block, _unlock_memory, device, memory).atexit = False
     return memoryview(block).cast("B")
+
+
+def _unlock_memory(device: torch.device, memory: memoryview) -> None:
+    _unlock_pages(device, address_of(memory))
 
 
 @contextlib.contextmanager
