@@ -160,6 +160,11 @@ class CudaStreams:
     def peak_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.device)
 
+    @property
+    def free_bytes(self) -> int:
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return free + torch.cuda.memory_reserved(self.device) - self.peak_bytes
+
     def host_memory(self, size: int) -> memoryview:
         """Page-locked memory that other processes can map, or else only page-locked. Where the system allows no more
         of it (a limit on locked memory, a container) ordinary memory is returned: copies are correct then, but slow,

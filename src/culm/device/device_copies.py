@@ -134,6 +134,10 @@ class DeviceCopies:
         """The host memory of the slabs, if other processes can map it."""
         return self.streams.shared_memory
 
+    def has_room(self, size: int) -> bool:
+        """Whether the device has memory for this many bytes beside everything that it has held at a time so far."""
+        return self.streams.free_bytes >= size
+
     @property
     def peak_device_bytes(self) -> int:
         """The most memory of the device that tensors took at a time; 0 on a CPU."""

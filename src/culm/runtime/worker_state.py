@@ -39,6 +39,8 @@ class GradientSum:
     """They may be read once `event` is complete."""
     metadata: Tensor
     event: DeviceEvent = COMPLETE
+    on_device: bool = False
+    """Whether the totals are still on the device that made them, not in host memory."""
 
     @property
     def nbytes(self) -> int:
