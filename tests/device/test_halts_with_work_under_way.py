@@ -156,7 +156,7 @@ def test_sums_on_the_devices_survive_a_node_killed_around_them(
 @pytest.mark.parametrize("strategy", ["reroute", "shadow"])
 def test_outputs_evicted_for_lack_of_memory_are_computed_again(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     evicted = 0
-    evict = WorkerState.evict_oldest_output
+    evict = WorkerState.evict_oldest
 
     def counted(self: WorkerState, first_step: int) -> bool:
         nonlocal evicted
@@ -164,7 +164,7 @@ def test_outputs_evicted_for_lack_of_memory_are_computed_again(strategy: str, mo
         evicted += found
         return found
 
-    monkeypatch.setattr(WorkerState, "evict_oldest_output", counted)
+    monkeypatch.setattr(WorkerState, "evict_oldest", counted)
     setup = prepared_setup(2, 2, "1f1b", strategy, True)
     for number, at in enumerate(("launch 0F1", "0B1", "0R")):
         run(setup, Faults().kill(0, at=at, step=STEP), SimulatedDevice(seed=number, slab_bytes=SMALL_POOL))

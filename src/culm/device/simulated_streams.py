@@ -274,6 +274,8 @@ class SimulatedDevice:
     """By worker."""
     slab_bytes: int = 1 << 40
     """The cap of each worker's pool of slabs."""
+    min_off_loaded_bytes: int = 1
+    """What shadows keep leaves the device from this size on."""
     opened: list[DeviceCopies] = field(default_factory=list)
     """One for each worker, in the order of their start."""
 
@@ -283,7 +285,7 @@ class SimulatedDevice:
         def open_simulated(device: torch.device, workers_per_node: int) -> DeviceCopies:
             del device, workers_per_node
             streams = SimulatedStreams(1000 * self.seed + worker, self.times, self.faults.get(worker))
-            self.opened.append(DeviceCopies(streams, self.slab_bytes, _CHUNK_BYTES))
+            self.opened.append(DeviceCopies(streams, self.slab_bytes, _CHUNK_BYTES, self.min_off_loaded_bytes))
             return self.opened[-1]
 
         return open_simulated

@@ -127,6 +127,19 @@ class SlabPool:
             self.peak_bytes = max(self.peak_bytes, self.lent_bytes)
         return slab
 
+    def missing_slabs(self, sizes: Sequence[int]) -> list[int]:
+        """The sizes of the slabs for which memory has to be allocated, if slabs of these sizes are taken now."""
+        with self._lock:
+            counts = collections.Counter(map(_size_class, sizes))
+            return [size for size, count in counts.items() for _ in range(count - len(self._free[size]))]
+
+    def add_slabs(self, sizes: Sequence[int]) -> None:
+        """Allocate slabs. That takes long: called in a thread, it delays nobody who takes others."""
+        for size in map(_size_class, sizes):
+            slab = Slab(self, self._allocate(size)[:size], size)
+            with self._lock:
+                self._free[size].append(slab)
+
     def _carve(self, size: int) -> memoryview:
         if len(self._spare) < size:
             self._spare = self._allocate(max(size, self._chunk_bytes))
