@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from culm.device.host_memory import usable_memory_bytes
-from culm.device.slab_pool import CHUNK_BYTES, SlabPool, layout_of
+from culm.device.slab_pool import CHUNK_BYTES, SlabPool, layout_of, slab_size
 from culm.device.streams import COMPLETE, DeviceEvent, DeviceStream, DeviceStreams, HostStreams, open_streams
 from culm.errors import DeviceFailed
 
@@ -102,7 +102,7 @@ class DeviceCopies:
     def missing_slabs(self, tensors: Sequence[Tensor]) -> list[int] | None:
         """The sizes of the slabs to allocate (`SlabPool.add_slabs`) before these tensors are off-loaded; None: the
         slabs are too close to their cap for that. A part of the slabs stays for outputs and sums."""
-        sizes = [layout_of(group)[1] for group in _groups(tensors)]
+        sizes = [slab_size(layout_of(group)[1]) for group in _groups(tensors)]
         self._release_completed()
         if self.pool.lent_bytes + sum(sizes) > _OFF_LOADED_SHARE * self.pool.cap:
             return None
