@@ -59,11 +59,11 @@ class DeviceCopies:
         streams: DeviceStreams | None = None,
         cap: int = _NO_CAP,
         chunk_bytes: int = CHUNK_BYTES,
-        min_off_loaded_bytes: int = MIN_OFF_LOADED_BYTES,
+        min_off_loaded_bytes: int | None = None,
     ) -> None:
         """`cap`: bytes of host memory for slabs, see SlabPool, which asks for `chunk_bytes` at a time.
-        `min_off_loaded_bytes`: smaller tensors stay on the device."""
-        self.min_off_loaded_bytes = min_off_loaded_bytes
+        `min_off_loaded_bytes`: smaller tensors stay on the device; default: MIN_OFF_LOADED_BYTES."""
+        self.min_off_loaded_bytes = MIN_OFF_LOADED_BYTES if min_off_loaded_bytes is None else min_off_loaded_bytes
         self.streams = streams or HostStreams()
         self.is_synchronous, self.device = self.streams.is_synchronous, self.streams.device
         self.pool = SlabPool(self.streams.host_memory, cap, chunk_bytes)

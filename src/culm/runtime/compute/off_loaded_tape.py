@@ -210,7 +210,12 @@ class OffLoadedTape:
         self._host_copies: list[HostCopy] = []
         self._sources: list[weakref.ref[Tensor]] = []
         """The memory of the device that is copied, which is held until that is complete."""
-        self.is_on_host = False
+        self._has_left = False
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether it has slabs."""
+        return bool(self._host_copies)
 
     @property
     def copied_bytes(self) -> int:
@@ -238,7 +243,7 @@ class OffLoadedTape:
                 view.leave()
         for tensor, _ in self._ends:
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        self.is_on_host = True
+        self._has_left = True
 
     @property
     def is_copied(self) -> bool:
@@ -247,7 +252,7 @@ class OffLoadedTape:
 
     def bring_back(self) -> None:
         """Before the backward: queue the copies to the device. What is launched from now on finds the tensors."""
-        if not self.is_on_host:
+        if not self._has_left:
             return
         on_host = [tensor for copy in self._host_copies for tensor in copy.tensors]
         for memory, source, tensor in zip(self._copied, self._sources, on_host, strict=True):
@@ -258,7 +263,7 @@ class OffLoadedTape:
             converted.convert()
         for tensor, view in self._ends:
             tensor.data = view.memory.view(view)
-        self.is_on_host = False
+        self._has_left = False
         self._host_copies, self._sources = [], []
         self._copied, self._converted, self._ends, self._views = [], [], [], []
 
