@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from culm.runtime.compute.segment import Segment, Tape
 
 MAX_LEAVING = 2
-"""Tapes whose copies are under way: the device holds at most so many in addition, and one that has no slabs yet."""
+"""Tapes on the device, as their copies are under way or wait for slabs (see `plan.rent.memory_model`)."""
 
 
 class ShadowTapes:

@@ -199,10 +199,8 @@ class EventHandlers:
             case messages.Heartbeat():
                 self.epoch_change.returning_nodes.note_message(message)
                 self.failure_detector.handle_heartbeat(message)
-            case messages.ShadowCaughtUp():
-                self.membership.handle_caught_up(message)
-            case messages.ShadowMemoryFull():
-                self._handle_shadow_memory_full(message)
+            case messages.ShadowCaughtUp() | messages.ShadowMemoryFull():
+                self._handle_shadow_message(message)
             case messages.HandoffReceived():
                 self.epoch_change.handle_handoff_received(message)
             case messages.ShardReport():
@@ -305,12 +303,13 @@ class EventHandlers:
             way = "Gloo" if message.reduce == "gloo" else "encrypted connections"
             self.state.show_incident(f"gradients are summed over {way} instead of NCCL: {why}")
 
-    def _handle_shadow_memory_full(self, message: messages.ShadowMemoryFull) -> None:
-        """Say once that forwards of shadow replicas are left out."""
+    def _handle_shadow_message(self, message: messages.ShadowCaughtUp | messages.ShadowMemoryFull) -> None:
+        """A shadow has caught up, or runs fewer forwards in advance, which is said once."""
+        if isinstance(message, messages.ShadowCaughtUp):
+            self.membership.handle_caught_up(message)
+            return
         where = self.state.members.event_fields(message.worker)
-        self.state.log_event(
-            "shadow_memory_full", **where, needed=message.needed, lent=message.lent, cap=message.cap
-        )
+        self.state.log_event("shadow_memory_full", **where, needed=message.needed, lent=message.lent, cap=message.cap)
         if not self._shows_shadow_memory:
             self._shows_shadow_memory = True
             self.state.show_incident(

@@ -171,7 +171,7 @@ class SavedTensors:
 
     def off_loaded(self, tape: Tape, copies: DeviceCopies) -> OffLoadedTape:
         """What is to leave the device of a tape: what was noted, and the ends of its pieces."""
-        ends = {}
+        ends: dict[int, Tensor] = {}
         for piece in tape.pieces:
             ends |= {id(tensor): tensor for tensor in (*piece.inputs, *piece.outputs)}
         for *_, inputs in tape.recompute_inputs:
