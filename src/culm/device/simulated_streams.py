@@ -278,6 +278,8 @@ class SimulatedDevice:
     free_bytes: int | None = None
     """Memory that each device has to spare; None: none at the workers with odd numbers, as much as they want at the
     others, so that both ways of keeping sums are used."""
+    min_off_loaded_bytes: int = 1
+    """What shadows keep leaves the device from this size on."""
     opened: list[DeviceCopies] = field(default_factory=list)
     """One for each worker, in the order of their start."""
 
@@ -289,7 +291,7 @@ class SimulatedDevice:
             free = (0 if worker % 2 else 1 << 40) if self.free_bytes is None else self.free_bytes
             fault = self.faults.get(worker)
             streams = SimulatedStreams(1000 * self.seed + worker, self.times, fault, free_bytes=free)
-            self.opened.append(DeviceCopies(streams, self.slab_bytes, _CHUNK_BYTES))
+            self.opened.append(DeviceCopies(streams, self.slab_bytes, _CHUNK_BYTES, self.min_off_loaded_bytes))
             return self.opened[-1]
 
         return open_simulated
