@@ -172,4 +172,19 @@ def test_a_run_on_a_gpu_is_refused_if_the_gpu_is_too_small(monkeypatch: pytest.M
     monkeypatch.setattr(prepare_run_module, "usable_device_bytes", lambda device: 100)
     monkeypatch.setattr(prepare_run_module, "fingerprint", lambda job: "a GPU")
     with pytest.raises(PlanError, match=r"^stage 0 needs .* and the GPU \(92% of its memory\) has 100 bytes"):
+        prepare_run(JOB, RunConfig(pipelines=1, stages=1))
+
+
+def test_nodes_that_share_a_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare_run_module, "select_device", lambda job: torch.device("cuda"))
+    monkeypatch.setattr(prepare_run_module, "usable_device_bytes", lambda device: available)
+    monkeypatch.setattr(prepare_run_module, "fingerprint", lambda job: "a GPU")
+    monkeypatch.setattr(prepare_run_module, "chooses_kernels", lambda device: False)
+    available = 1 << 40
+    needs = [memory.total for memory in prepare_run(JOB, RunConfig(pipelines=2, stages=2)).worker_memories]
+    available = 2 * sum(needs)
+    prepare_run(JOB, RunConfig(pipelines=2, stages=2))
+    available -= 1
+    with pytest.raises(PlanError, match=r"^stage \d needs .* and each of 4 workers on a GPU has"):
         prepare_run(JOB, RunConfig(pipelines=2, stages=2))
+    prepare_run(JOB, RunConfig(pipelines=2, stages=2, workers_per_node=2))  # each node with its two stages on two GPUs

@@ -108,7 +108,7 @@ def prepare_run(
     resolved = resolve_strategy(config, inputs)
     why += f"; {resolved.why}"
     memories = _predict_memory(job, profile, cuts, plan, resolved.strategy)
-    _check_memory(job, config, memories, resolved.strategy)
+    _check_memory(job, config, plan, memories, resolved.strategy)
     if job.exact and chooses_kernels(device := select_device(job)) and not config.is_shared:
         check_determinism(job, device)
     if isinstance(job.data, Stream) and not job.data.is_resumable:
@@ -200,12 +200,20 @@ def _predict_memory(
     )
 
 
-def _check_memory(job: Job, config: RunConfig, memories: Sequence[WorkerMemory], strategy: Strategy) -> None:
-    """Raise PlanError if a stage does not fit into --memory or, without it, into the GPU of this machine."""
+def _check_memory(
+    job: Job, config: RunConfig, plan: Plan, memories: Sequence[WorkerMemory], strategy: Strategy
+) -> None:
+    """Raise PlanError if a stage does not fit into --memory or, without it, into the GPUs of this machine. Local nodes
+    share them: worker i of each node uses GPU i."""
     available, where = config.memory, "--memory"
     device = select_device(job)
     if available is None and device.type == "cuda" and not config.is_shared:
         available, where = usable_device_bytes(device), f"the GPU ({USABLE_MEMORY_SHARE:.0%} of its memory)"
+        for number in range(config.workers_per_node):
+            sharing = range(number, len(plan.workers), config.workers_per_node)
+            if len(sharing) > 1 and sum(memories[slot % plan.stages].total for slot in sharing) > available:
+                available, where = available // len(sharing), f"each of {len(sharing)} workers on a GPU"
+                break
     if available is None:
         return
     misfit = explain_memory_misfit(memories, available, where=where, strategy=strategy.name, layers=len(job.layers))

@@ -54,7 +54,7 @@ class ShadowTapes:
         return SavedTensors(self._copies.device, modules, self._copies.min_off_loaded_bytes)
 
     def add(self, segment: Segment, tape: Tape, saved: SavedTensors) -> None:
-        """Let a tape leave, if it has to, when there are slabs for it. `may_run_forward` was true before its forward."""
+        """Let a tape leave, if it has to, when there are slabs for it. `may_run_forward` was true before it."""
         off_loaded = saved.off_loaded(tape, self._copies)
         if self._stays is None:
             self._stays = self._copies.has_room(_ROOM_FOR_TAPES * self._tapes * off_loaded.copied_bytes)
