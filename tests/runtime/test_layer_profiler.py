@@ -14,6 +14,7 @@ from culm.config import RunConfig
 from culm.device.simulated_streams import SimulatedStreams, SimulatedTimes
 from culm.device.streams import DeviceEvent, HostStreams
 from culm.runtime.compute.layer_profiler import profile_layers
+from culm.runtime.compute.saved_tensors import DeferredBytes
 from culm.testing import run_virtual
 
 
@@ -107,3 +108,14 @@ def test_a_cpu_is_measured_by_its_clock() -> None:
     profile = profile_layers(job(layers=[linear] * 2))
     assert all(layer.forward_s > 0 for layer in profile.layers)
     assert profile.device.startswith(torch.device("cpu").type)
+
+
+def test_gradients_that_a_split_backward_keeps_are_counted() -> None:
+    layer = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2))
+    layer[2].weight.requires_grad_(False)
+    layer[2].bias.requires_grad_(False)
+    deferred = DeferredBytes()
+    with deferred.counting(layer):
+        layer(torch.zeros(3, 4))
+    layer(torch.zeros(3, 4))
+    assert deferred.total == 3 * 8 * 4, "of the trained module, once"

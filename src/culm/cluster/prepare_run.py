@@ -196,6 +196,7 @@ def _predict_memory(
             stages=plan.stages,
             in_flight=peak_in_flight(plan),
             exact=job.exact,
+            splits_backward=_splits_backward(plan),
         )
     )
 
@@ -223,11 +224,15 @@ def _check_memory(
 
 def _check_compiled(job: Job, config: RunConfig, plan: Plan) -> None:
     """Raise UsageError if a plan splits the backward of compiled layers."""
-    if job.compile and any(action.kind is Kind.I for actions in plan.workers for action in actions):
+    if job.compile and _splits_backward(plan):
         raise UsageError(
             f"--schedule {config.schedule} splits the backward, and a compiled layer (Job.compile) has one fused "
             "backward: use --schedule 1f1b, gpipe, interleaved or planned"
         )
+
+
+def _splits_backward(plan: Plan) -> bool:
+    return any(action.kind is Kind.I for actions in plan.workers for action in actions)
 
 
 def _reduce_library(job: Job, config: RunConfig) -> Literal["gloo", "nccl"]:

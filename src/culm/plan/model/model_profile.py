@@ -39,6 +39,8 @@ class LayerCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Kept from F until W, for each micro-batch in flight."""
     output_bytes: int
     """Bytes sent to the next stage if the model is cut after this layer; the gradient comes back with as many."""
+    deferred_bytes: int = 0
+    """Kept from I until W beside them where the backward is split: gradients that W needs."""
     buffer_bytes: int = 0
     largest_parameter_bytes: int = 0
     """Bytes of the largest parameter; 0: not known."""

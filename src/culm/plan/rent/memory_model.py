@@ -116,11 +116,13 @@ def worker_memories(
     stages: int | None = None,
     in_flight: Sequence[int] | None = None,
     exact: bool = False,
+    splits_backward: bool = False,
 ) -> list[WorkerMemory]:
     """The memory of a worker of each stage. `micro_batches` are those of a pipeline.
 
     `stages`: how many share the segments, one after the other; default: a stage for each segment. `in_flight`:
     activations by segment; default: as many as 1F1B keeps. `exact`: sums are integers of 8 bytes.
+    `splits_backward`: each micro-batch in flight may wait for its W.
     """
     count = len(segments)
     live = in_flight or [min(count - g, micro_batches) for g in range(count)]
@@ -132,7 +134,7 @@ def worker_memories(
             stage,
             by_stage[stage],
             by_stage[(stage + 1) % P] if strategy.shadows_every_stage else [],
-            activations=sum(live[g] * _activation_bytes(segments[g]) for g in own),
+            activations=sum(live[g] * _live_bytes(segments[g], splits_backward) for g in own),
             largest_shadow_tape=max((_activation_bytes(segments[g]) for g in own_segments[(stage + 1) % P]), default=0)
             if strategy.eager_forwards
             else 0,
@@ -250,6 +252,11 @@ def _worker_memory(
 def _activation_bytes(layers: Sequence[LayerCost]) -> int:
     """Of one micro-batch."""
     return sum(layer.activation_bytes for layer in layers)
+
+
+def _live_bytes(layers: Sequence[LayerCost], splits_backward: bool) -> int:
+    """Of one micro-batch in flight."""
+    return _activation_bytes(layers) + (sum(layer.deferred_bytes for layer in layers) if splits_backward else 0)
 
 
 def _boundary_bytes(segments: Sequence[Sequence[LayerCost]], boundary: int) -> int:

@@ -21,7 +21,7 @@ from culm.runtime.compute.device import select_device
 from culm.runtime.compute.lr_schedule import LearningRates
 from culm.runtime.compute.model_state import LayerReplica, build_layer
 from culm.runtime.compute.rng import derive_seed
-from culm.runtime.compute.saved_tensors import SavedTensorBytes
+from culm.runtime.compute.saved_tensors import DeferredBytes, SavedTensorBytes
 from culm.runtime.compute.user_code import call_layer, compute_loss
 
 if TYPE_CHECKING:
@@ -120,8 +120,8 @@ class _LayerTimer:
         self._stream = stream
         self.inputs = tuple(v.detach().requires_grad_(v.is_floating_point() and layer.index > 0) for v in values)
         self.seed = derive_seed(job.seed, 0, 0, layer.index)
-        self.saved_bytes = 0
-        """Bytes that the last forward saved for its backward."""
+        self.saved_bytes = self.deferred_bytes = 0
+        """Bytes that the last forward saved for its backward, and those that a split backward keeps beside them."""
 
     def measure_cost(self) -> tuple[Activations, LayerCost]:
         parameters = list(self.layer.trainable.values())
@@ -151,7 +151,7 @@ class _LayerTimer:
         return self._forward()[0]
 
     def _forward(self) -> tuple[Activations, list[Tensor], _Span]:
-        saved = SavedTensorBytes(self.layer.module.parameters())
+        saved, deferred = SavedTensorBytes(self.layer.module.parameters()), DeferredBytes()
         cast: AbstractContextManager[Any] = nullcontext()
         if self.job.precision == "bf16":
             cast = torch.autocast(self.device.type, torch.bfloat16)
@@ -159,6 +159,7 @@ class _LayerTimer:
             cast,
             buffer_statistics.collecting_records(),
             torch.autograd.graph.saved_tensors_hooks(saved, lambda t: t),
+            deferred.counting(self.layer.module),
         ):
             began = self._mark()
             outputs = call_layer(self.layer, self.inputs, self.seed)
@@ -166,7 +167,7 @@ class _LayerTimer:
             if self.target is not None:
                 ends = [compute_loss(self.job, outputs, self.target, self.seed)[0]]
             span = began, self._mark()
-        self.saved_bytes = saved.total
+        self.saved_bytes, self.deferred_bytes = saved.total, deferred.total
         return tuple(v.detach() for v in outputs), [e for e in ends if e.requires_grad], span
 
     def _run_backward(self, ends: list[Tensor], leaves: list[Any], *, keep: bool) -> _Span:
@@ -215,6 +216,7 @@ class _LayerTimer:
             parameter_bytes=sum(p.nbytes for p in self.layer.module.parameters()),
             state_bytes=trained + sum(m.nbytes for m in unit.moments.values()),
             activation_bytes=self.saved_bytes,
+            deferred_bytes=self.deferred_bytes,
             output_bytes=sum(v.nbytes for v in outputs),
             buffer_bytes=sum(b.nbytes for b in self.layer.module.buffers()),
             largest_parameter_bytes=max((p.nbytes for p in self.layer.module.parameters()), default=0),

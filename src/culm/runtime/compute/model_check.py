@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -40,7 +41,7 @@ from culm.runtime.compute.model_state import (
     named_parameter,
 )
 from culm.runtime.compute.rng import derive_seed, seed_everything
-from culm.runtime.compute.saved_tensors import SavedTensorBytes
+from culm.runtime.compute.saved_tensors import DeferredBytes, SavedTensorBytes
 from culm.runtime.compute.token_check import check_items, check_token_ids
 from culm.runtime.compute.user_code import call_layer, call_within, detach_contiguous, late_message
 from culm.runtime.compute.user_errors import ASYNC_USER_EXCEPTIONS
@@ -181,7 +182,10 @@ def _inspect_layers(job: Job, values: Activations, target: Any) -> tuple[ModelIn
             metrics = MetricValues(declared_metrics(job.metrics))
             seed = derive_seed(job.seed, 0, 0, len(job.layers))
             with labels:
-                loss, weight, _ = metrics.compute_loss(job, values, target, seed)
+                saved = SavedTensorBytes(values)
+                with torch.autograd.graph.saved_tensors_hooks(saved, lambda tensor: tensor):
+                    loss, weight, _ = metrics.compute_loss(job, values, target, seed)
+        costs[-1] = msgspec.structs.replace(costs[-1], activation_bytes=costs[-1].activation_bytes + saved.total)
     except LayerFailed as error:
         raise JobError(f"the layers do not run: {error}") from error
     if not loss.requires_grad:
@@ -233,13 +237,14 @@ def _build_layer_replica(job: Job, index: int) -> LayerReplica:
 
 
 def _run_layer(job: Job, layer: LayerReplica, values: Activations) -> tuple[Activations, LayerCost]:
-    saved = SavedTensorBytes(layer.module.parameters())
+    saved, deferred = SavedTensorBytes(layer.module.parameters()), DeferredBytes()
     layer.guard.before_forward()
     with (
         _FlopCounter() as flops,
         torch.autograd.graph.saved_tensors_hooks(saved, lambda tensor: tensor),
         buffer_statistics.collecting_records() as recorded,
         refusing_records(),
+        deferred.counting(layer.module),
     ):
         outputs = call_layer(layer, values, derive_seed(job.seed, 0, 0, layer.index))
     for output in outputs:
@@ -249,10 +254,12 @@ def _run_layer(job: Job, layer: LayerReplica, values: Activations) -> tuple[Acti
     layer.guard.check_buffers()
     buffer_statistics.gather_statistics(layer.moving_modules, recorded)
     on_cpu = select_device(job).type == "cpu"
-    return outputs, _estimate_cost(layer, outputs, flops.get_total_flops(), saved.total, on_cpu)
+    return outputs, _estimate_cost(layer, outputs, flops.get_total_flops(), saved.total, deferred.total, on_cpu)
 
 
-def _estimate_cost(layer: LayerReplica, outputs: Activations, flops: int, saved: int, on_cpu: bool) -> LayerCost:
+def _estimate_cost(
+    layer: LayerReplica, outputs: Activations, flops: int, saved: int, deferred: int, on_cpu: bool
+) -> LayerCost:
     parameters = sum(p.nbytes for p in layer.module.parameters())
     trained = sum(p.nbytes for p in layer.trainable.values())
     moved = sum(o.nbytes for o in outputs)
@@ -265,6 +272,7 @@ def _estimate_cost(layer: LayerReplica, outputs: Activations, flops: int, saved:
         parameter_bytes=parameters,
         state_bytes=3 * trained,
         activation_bytes=saved,
+        deferred_bytes=deferred,
         output_bytes=moved,
         buffer_bytes=sum(b.nbytes for b in layer.module.buffers()),
         largest_parameter_bytes=max((p.nbytes for p in layer.module.parameters()), default=0),
