@@ -58,7 +58,9 @@ def check_identity(own: Mapping[str, str], expected: Mapping[str, str]) -> None:
         if own.get(name) != expected.get(name)
     ]
     if differences:
-        packages = [f"{name}=={expected[name]}" for name in _PACKAGES if own.get(name) != expected.get(name, "")]
+        packages = [
+            f"{name}=={expected[name]}" for name in _PACKAGES if name in expected and own.get(name) != expected[name]
+        ]
         fix = f"install {' '.join(packages)} here" if packages else "make them the same"
         raise UsageError(f"this machine cannot join: {'; '.join(differences)}; {fix}")
 
