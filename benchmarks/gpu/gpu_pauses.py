@@ -41,8 +41,10 @@ class PauseScenario:
     strategy: str
     losses: int = 10
     pipelines: int = 2
-    steps_between: float = 6.0
+    steps_between: float = 8.0
     replaced_after: float = 2.0
+    micro_batches: int = 4
+    """Of a step, so that it takes about half a second on an H200."""
     timeout_s: float = 280.0
     """Of one run."""
 
@@ -87,6 +89,7 @@ def measure_pause(
     spec: GPTSpec, cut: StageCut, scenario: PauseScenario, fork_server: ForkServerClient, *, reduce: str = "auto"
 ) -> PauseRow:
     """Run undisturbed, then with the losses. Raises RunError if a run is lost."""
+    spec = replace(spec, micro_batches=scenario.micro_batches)
     calm, step_ends, _ = _run(spec, cut, scenario, fork_server, reduce, None)
     step_s = median(later - earlier for earlier, later in pairwise(step_ends))
     struck, _, libraries = _run(spec, cut, scenario, fork_server, reduce, step_s)

@@ -59,7 +59,7 @@ class CulmPipeline:
         self.ended_at: list[float] = []
         """Seconds into the run at which each step ended."""
         self.fork_server = fork_server
-        self._pinned = False
+        self._pinned = spec.device != "cpu"
         self.cpu_s = 0.0
         """CPU seconds of all nodes in the last round, agents included."""
         planned = schedule == PLANNED  # it cuts the layers itself, into one or two segments per worker

@@ -58,7 +58,8 @@ class RankProcesses:
             for rank, pipe in enumerate(self._connections):
                 pipe.send((rank, workers, self._store.port, device))
             self._gather_answers("start")
-            pin_processes(self.pids)
+            if device == "cpu":  # with a GPU the threads of NCCL, which are started later, would share the core
+                pin_processes(self.pids)
         except BaseException:
             self.close()
             raise

@@ -77,7 +77,7 @@ class TorchRank:
         self.modules = [build_stage(spec, stages[number]).to(self.device) for number in own]
         computed = [self._in_precision(module) for module in self.modules]
         pipeline_stages = [
-            PipelineStage(
+            _Stage(
                 module if pipelines == 1 else DistributedDataParallel(module, process_group=stage_group),
                 number,
                 len(stages),
@@ -184,6 +184,15 @@ class TorchRank:
         square = torch.stack([gradient.norm() for gradient in gradients]).norm() ** 2
         all_reduce(square)
         torch._foreach_mul_(gradients, torch.clamp(max_norm / (square.sqrt() + 1e-6), max=1.0))
+
+
+class _Stage(PipelineStage):
+    """torch 2.11 greets neighbouring stages before the first step. Gloo cannot send to its own rank, which zbv has as a
+    neighbour."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+        operations: list[Any] = super()._get_init_p2p_neighbors_ops()
+        return [operation for operation in operations if operation.group_peer != self.group_rank]
 
 
 def stages_of_rank(rank: int, workers: int, stages: int, schedule: str) -> list[int]:

@@ -38,7 +38,7 @@ def test_the_time_of_an_action_is_accurate_after_two_days() -> None:
         now = 0.0
         copies = DeviceCopies(SimulatedStreams(0))
         spans: list[tuple[int, str, float, float]] = []
-        state = SimpleNamespace(copies=copies, spans=spans, open_steps={}, evict_oldest_output=bool)
+        state = SimpleNamespace(copies=copies, spans=spans, open_steps={}, evict_oldest=bool)
         clock = SimpleNamespace(now=lambda: now)
 
         async def after_action(step: int, label: str) -> None:

@@ -116,7 +116,7 @@ def test_the_host_waits_for_nothing_while_the_device_is_busy() -> None:
     async def test(copies: DeviceCopies) -> None:
         value = torch.ones(1 << 20, device=GPU)
         await copies.to_host([value]).event.wait()  # the first slab is allocated here
-        copies.to_device((torch.ones(1 << 20).pin_memory(),))
+        copies.to_device((torch.ones(16),))  # memory of the device is allocated here, which waits for it
         await copies.drain(60.0)
         torch.cuda._sleep(BUSY_CYCLES)
         value.add_(1)
@@ -216,6 +216,7 @@ def test_several_actions_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     add = LaunchedActions.add
 
     def counted(self: LaunchedActions, action: LaunchedAction) -> None:
+        torch.cuda._sleep(BUSY_CYCLES // 20)  # the next action is not complete when the one after it is launched
         add(self, action)
         depths.append(len(self._launched))
 

@@ -30,6 +30,7 @@ from culm.device.simulated_streams import (
 from culm.errors import DeviceFailed
 from culm.runtime import worker
 from culm.runtime.compute import grad_accumulator
+from culm.runtime.compute.off_loaded_tape import OffLoadedTape
 from culm.runtime.executor import Executor
 from culm.runtime.messages import FailureReport
 from culm.runtime.optimizer_step import OptimizerStep
@@ -156,7 +157,7 @@ def test_sums_on_the_devices_survive_a_node_killed_around_them(
 @pytest.mark.parametrize("strategy", ["reroute", "shadow"])
 def test_outputs_evicted_for_lack_of_memory_are_computed_again(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     evicted = 0
-    evict = WorkerState.evict_oldest_output
+    evict = WorkerState.evict_oldest
 
     def counted(self: WorkerState, first_step: int) -> bool:
         nonlocal evicted
@@ -164,11 +165,71 @@ def test_outputs_evicted_for_lack_of_memory_are_computed_again(strategy: str, mo
         evicted += found
         return found
 
-    monkeypatch.setattr(WorkerState, "evict_oldest_output", counted)
+    monkeypatch.setattr(WorkerState, "evict_oldest", counted)
     setup = prepared_setup(2, 2, "1f1b", strategy, True)
     for number, at in enumerate(("launch 0F1", "0B1", "0R")):
         run(setup, Faults().kill(0, at=at, step=STEP), SimulatedDevice(seed=number, slab_bytes=SMALL_POOL))
     assert evicted
+
+
+@pytest.fixture
+def tapes(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """How many tapes of shadows left the device, and how many came back: from the host, and while they were copied."""
+    counts = {"left": 0, "from the host": 0, "during the copy": 0}
+    leave_device, bring_back = OffLoadedTape.leave_device, OffLoadedTape.bring_back
+
+    def noted_leave(self: OffLoadedTape) -> None:
+        counts["left"] += 1
+        leave_device(self)
+
+    def noted_bring_back(self: OffLoadedTape) -> None:
+        if self.is_on_host:
+            still_here = any(source() is not None for source in self._sources)
+            counts["during the copy" if still_here else "from the host"] += 1
+        bring_back(self)
+
+    monkeypatch.setattr(OffLoadedTape, "leave_device", noted_leave)
+    monkeypatch.setattr(OffLoadedTape, "bring_back", noted_bring_back)
+    return counts
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb"])
+@pytest.mark.parametrize(("pipelines", "stages"), [(1, 3), (2, 3)])
+def test_a_loss_at_any_moment_finds_what_shadows_have_off_loaded(
+    pipelines: int, stages: int, schedule: str, tapes: dict[str, int], halts: list[bool]
+) -> None:
+    """The copies of this device are slow, so that many halts find some of them under way."""
+    setup = prepared_setup(pipelines, stages, schedule, "shadow", True)
+    nodes = range(stages)
+    cases = [(node, at) for node in nodes for at in launches_and_completions(setup, node)]
+    every = 1 if os.environ.get("EVERY_MOMENT") else 6
+    for number, (node, at) in list(enumerate(cases))[(pipelines + len(schedule)) % every :: every]:
+        slow = SimulatedTimes(copy=(0.001, 0.2)) if number % 2 else None
+        device = SimulatedDevice(seed=number, times=slow)
+        run(setup, Faults().kill(node, at=at, step=STEP), device)
+        assert all(copies.pool.lent_bytes == 0 for copies in device.opened if _has_ended_well(copies))
+    assert any(halts)
+    assert tapes["left"] > 10
+    assert tapes["from the host"] + tapes["during the copy"] > 0
+
+
+def _has_ended_well(copies: DeviceCopies) -> bool:
+    """Whether everything that was queued is done: the device is not that of a killed node."""
+    assert isinstance(copies.streams, SimulatedStreams)
+    return copies.streams.is_idle
+
+
+def test_without_page_locked_memory_shadows_run_fewer_forwards_in_advance(
+    tapes: dict[str, int], tmp_path: Path
+) -> None:
+    setup = cached_setup(sweep_job(True), pipelines=2, stages=3, strategy="shadow", out=str(tmp_path / "run"))
+    found = run(setup, Faults().kill(1, at="1B1", step=STEP), SimulatedDevice(seed=1, slab_bytes=SMALL_POOL))
+    assert found.summary["preemptions"] == 1
+    events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    full = [event for event in events if event["kind"] == "shadow_memory_full"]
+    assert full
+    assert all(event["needed"] > 0 and event["cap"] == SMALL_POOL for event in full)
+    assert tapes["left"] == 0
 
 
 @pytest.mark.parametrize("strategy", ["none", "checkpoint", "drop", "shadow-lazy", "migrate", "templates"])

@@ -42,7 +42,8 @@ def memory_row(setup: RunSetup) -> dict[str, str]:
         return {}
     fullest = max(setup.worker_memories, key=lambda memory: memory.total)
     host = max(setup.worker_memories, key=lambda memory: memory.on_host)
-    on_host = f"; in host memory stage {host.stage}, {format_bytes(host.on_host)} of frames and sums"
+    what = "frames, sums and activations of shadows" if host.off_loaded else "frames and sums"
+    on_host = f"; in host memory stage {host.stage}, {format_bytes(host.on_host)} of {what}"
     return {
         "memory": f"stage {fullest.stage} needs most, about {format_bytes(fullest.total)}"
         + (on_host if host.on_host else "")

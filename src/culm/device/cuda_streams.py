@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import functools
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -158,6 +160,11 @@ class CudaStreams:
     def peak_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.device)
 
+    @property
+    def free_bytes(self) -> int:
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return free + torch.cuda.memory_reserved(self.device) - self.peak_bytes
+
     def host_memory(self, size: int) -> memoryview:
         """Page-locked memory that other processes can map, or else only page-locked. Where the system allows no more
         of it (a limit on locked memory, a container) ordinary memory is returned: copies are correct then, but slow,
@@ -166,7 +173,7 @@ class CudaStreams:
             with contextlib.suppress(OSError):
                 memory = self.shared_memory.chunks.allocate(size)
                 if _lock_in_thread(self.device, memory):
-                    return memory
+                    return _unlocked_when_dropped(self.device, memory)
             self._can_share = False
         try:
             return memoryview(torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy())  # type: ignore[arg-type]
@@ -217,6 +224,18 @@ def _lock_in_thread(device: torch.device, memory: memoryview) -> bool:
     thread.start()
     thread.join()
     return locked == [True]
+
+
+def _unlocked_when_dropped(device: torch.device, memory: memoryview) -> memoryview:
+    """The same memory. When the last user has dropped it, it is unlocked before it is unmapped: the driver would go on
+    using its pages for whatever is mapped at its address next."""
+    block = (ctypes.c_uint8 * len(memory)).from_buffer(memory)
+    weakref.finalize(block, _unlock_memory, device, memory).atexit = False
+    return memoryview(block).cast("B")
+
+
+def _unlock_memory(device: torch.device, memory: memoryview) -> None:
+    _unlock_pages(device, address_of(memory))
 
 
 @contextlib.contextmanager

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from culm.device.host_memory import usable_memory_bytes
-from culm.device.slab_pool import CHUNK_BYTES, SlabPool
-from culm.device.streams import COMPLETE, DeviceEvent, DeviceStreams, HostStreams, open_streams
+from culm.device.slab_pool import CHUNK_BYTES, SlabPool, layout_of, slab_size
+from culm.device.streams import COMPLETE, DeviceEvent, DeviceStream, DeviceStreams, HostStreams, open_streams
 from culm.errors import DeviceFailed
 
 if TYPE_CHECKING:
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 Tensors: TypeAlias = tuple[Tensor | None, ...]
 _NO_CAP = 1 << 62
 _MAX_READER_S = 2.0
+_OFF_LOADED_SHARE = 0.75
+"""What is off-loaded may fill the slabs up to this part of their cap: what is sent and kept goes first."""
+MIN_OFF_LOADED_BYTES = 64 << 10
+"""Smaller tensors stay on the device: a copy of them costs more than their memory is worth."""
 
 
 class HostCopy(NamedTuple):
@@ -51,9 +55,15 @@ class DeviceCopies:
     """
 
     def __init__(
-        self, streams: DeviceStreams | None = None, cap: int = _NO_CAP, chunk_bytes: int = CHUNK_BYTES
+        self,
+        streams: DeviceStreams | None = None,
+        cap: int = _NO_CAP,
+        chunk_bytes: int = CHUNK_BYTES,
+        min_off_loaded_bytes: int | None = None,
     ) -> None:
-        """`cap`: bytes of host memory for slabs, see SlabPool, which asks for `chunk_bytes` at a time."""
+        """`cap`: bytes of host memory for slabs, see SlabPool, which asks for `chunk_bytes` at a time.
+        `min_off_loaded_bytes`: smaller tensors stay on the device; default: MIN_OFF_LOADED_BYTES."""
+        self.min_off_loaded_bytes = MIN_OFF_LOADED_BYTES if min_off_loaded_bytes is None else min_off_loaded_bytes
         self.streams = streams or HostStreams()
         self.is_synchronous, self.device = self.streams.is_synchronous, self.streams.device
         self.pool = SlabPool(self.streams.host_memory, cap, chunk_bytes)
@@ -68,9 +78,11 @@ class DeviceCopies:
             return HostCopy(tuple(tensors), COMPLETE)
         self._release_completed()
         sources = tuple(None if each is None else _without_gaps(each) for each in tensors)
+        return self._copy_to_slab(sources, self.streams.to_host_later if later else self.streams.to_host)
+
+    def _copy_to_slab(self, sources: Tensors, stream: DeviceStream) -> HostCopy:
         slab = self.pool.take(sources)
         copies = slab.tensors()
-        stream = self.streams.to_host_later if later else self.streams.to_host
         computed = self.streams.compute.record(timed=True)
         stream.wait_event(computed)
         for target, source in zip(copies, sources, strict=True):
@@ -79,6 +91,22 @@ class DeviceCopies:
         event = stream.record(timed=True)
         self._under_way.append((event, (copies, sources)))
         return HostCopy(copies, event, computed, slab)
+
+    def off_load(self, tensors: Sequence[Tensor]) -> list[HostCopy]:
+        """Queue copies to the host of tensors without gaps that are to leave the device, several to a slab. The caller
+        drops the tensors at once; they are held until they are copied. See `missing_slabs`."""
+        self._release_completed()
+        groups = _groups(tensors)
+        return [self._copy_to_slab(tuple(group), self.streams.to_host_later) for group in groups]
+
+    def missing_slabs(self, tensors: Sequence[Tensor]) -> list[int] | None:
+        """The sizes of the slabs to allocate (`SlabPool.add_slabs`) before these tensors are off-loaded; None: the
+        slabs are too close to their cap for that. A part of the slabs stays for outputs and sums."""
+        sizes = [slab_size(layout_of(group)[1]) for group in _groups(tensors)]
+        self._release_completed()
+        if self.pool.lent_bytes + sum(sizes) > _OFF_LOADED_SHARE * self.pool.cap:
+            return None
+        return self.pool.missing_slabs(sizes)
 
     async def read(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Copy tensors of the device to the host in one copy, and wait for it. On a CPU: the tensors themselves."""
@@ -133,6 +161,10 @@ class DeviceCopies:
     def shared_memory(self) -> SharedHostMemory | None:
         """The host memory of the slabs, if other processes can map it."""
         return self.streams.shared_memory
+
+    def has_room(self, size: int) -> bool:
+        """Whether the device has memory for this many bytes beside everything that it has held at a time so far."""
+        return self.streams.free_bytes >= size
 
     @property
     def peak_device_bytes(self) -> int:
@@ -226,6 +258,19 @@ class DeviceCopies:
     def close(self) -> None:
         """End the threads of the device."""
         self.streams.close()
+
+
+def _groups(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Tensors in groups of up to the size of a chunk. Equal sequences are grouped alike, so that slabs fit again."""
+    groups: list[list[Tensor]] = []
+    size = CHUNK_BYTES
+    for tensor in tensors:
+        size += tensor.nbytes
+        if size > CHUNK_BYTES:
+            groups.append([])
+            size = tensor.nbytes
+        groups[-1].append(tensor)
+    return groups
 
 
 def _without_gaps(tensor: Tensor) -> Tensor:

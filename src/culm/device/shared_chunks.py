@@ -91,6 +91,8 @@ class PageLocker:
         self._lock_pages, self._unlock_pages = lock, unlock
         self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._is_closed = False
+        self._lock = threading.RLock()  # garbage may be collected, and memory unlocked, while this thread holds it
 
     def lock(self, memory: mmap.mmap, done: Callable[[bool], None]) -> None:
         """Lock all of a mapping; `done` is called in the thread. Its owner calls `unlock` before it is unmapped."""
@@ -101,11 +103,15 @@ class PageLocker:
         self._submit(lambda: self._unlock_pages(address_of(memory)))
 
     def _submit(self, work: Callable[[], object]) -> None:
-        self._work.put(work)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="culm-page-locks", daemon=True)
-            with contextlib.suppress(RuntimeError):  # the interpreter ends
-                self._thread.start()
+        with self._lock:
+            if not self._is_closed:
+                self._work.put(work)
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, name="culm-page-locks", daemon=True)
+                    with contextlib.suppress(RuntimeError):  # the interpreter ends
+                        self._thread.start()
+                return
+        work()
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
@@ -113,8 +119,10 @@ class PageLocker:
             del work
 
     def close(self) -> None:
-        """End the thread after what was asked for. Does not wait for it."""
-        self._work.put(None)
+        """End the thread after what was asked for, without waiting for it. What is asked for later is done at once."""
+        with self._lock:
+            self._is_closed = True
+            self._work.put(None)
 
 
 class SharedHostMemory(NamedTuple):

@@ -227,9 +227,10 @@ class SimulatedStreams:
         fault: SimulatedDeviceFault | None = None,
         *,
         shared_memory: SharedHostMemory | None = None,
+        free_bytes: int = 0,
     ) -> None:
         """`shared_memory`: where its host memory comes from; None: ordinary memory."""
-        self.shared_memory = shared_memory
+        self.shared_memory, self.free_bytes = shared_memory, free_bytes
         times, rng = times or SimulatedTimes(), random.Random(f"device {seed}")
         self.device = torch.device("cpu")
         draw_compute, draw_copy = (lambda: rng.uniform(*times.compute)), (lambda: rng.uniform(*times.copy))
@@ -274,6 +275,11 @@ class SimulatedDevice:
     """By worker."""
     slab_bytes: int = 1 << 40
     """The cap of each worker's pool of slabs."""
+    free_bytes: int | None = None
+    """Memory that each device has to spare; None: none at the workers with odd numbers, as much as they want at the
+    others, so that both ways of keeping sums are used."""
+    min_off_loaded_bytes: int = 1
+    """What shadows keep leaves the device from this size on."""
     opened: list[DeviceCopies] = field(default_factory=list)
     """One for each worker, in the order of their start."""
 
@@ -282,8 +288,10 @@ class SimulatedDevice:
 
         def open_simulated(device: torch.device, workers_per_node: int) -> DeviceCopies:
             del device, workers_per_node
-            streams = SimulatedStreams(1000 * self.seed + worker, self.times, self.faults.get(worker))
-            self.opened.append(DeviceCopies(streams, self.slab_bytes, _CHUNK_BYTES))
+            free = (0 if worker % 2 else 1 << 40) if self.free_bytes is None else self.free_bytes
+            fault = self.faults.get(worker)
+            streams = SimulatedStreams(1000 * self.seed + worker, self.times, fault, free_bytes=free)
+            self.opened.append(DeviceCopies(streams, self.slab_bytes, _CHUNK_BYTES, self.min_off_loaded_bytes))
             return self.opened[-1]
 
         return open_simulated

@@ -117,7 +117,7 @@ class SlabPool:
         """A slab for copies of these tensors. Never waits, and may exceed the cap. The caller gets its tensors with
         `tensors()` at once: a slab without tensors is not lent."""
         layouts, size = layout_of(tensors)
-        size = _size_class(size)
+        size = slab_size(size)
         with self._lock:
             free = self._free[size]
             slab = free.popleft() if free else Slab(self, self._carve(size), size)
@@ -126,6 +126,19 @@ class SlabPool:
             self.lent_bytes += size
             self.peak_bytes = max(self.peak_bytes, self.lent_bytes)
         return slab
+
+    def missing_slabs(self, sizes: Sequence[int]) -> list[int]:
+        """The sizes of the slabs for which memory has to be allocated, if slabs of these sizes are taken now."""
+        with self._lock:
+            counts = collections.Counter(map(slab_size, sizes))
+            return [size for size, count in counts.items() for _ in range(count - len(self._free[size]))]
+
+    def add_slabs(self, sizes: Sequence[int]) -> None:
+        """Allocate slabs. That takes long: called in a thread, it delays nobody who takes others."""
+        for size in map(slab_size, sizes):
+            slab = Slab(self, self._allocate(size)[:size], size)
+            with self._lock:
+                self._free[size].append(slab)
 
     def _carve(self, size: int) -> memoryview:
         if len(self._spare) < size:
@@ -194,7 +207,7 @@ def layout_of(tensors: Sequence[Tensor | None]) -> tuple[list[TensorLayout | Non
     return layouts, end
 
 
-def _size_class(size: int) -> int:
+def slab_size(size: int) -> int:
     """The size of the slab for this many bytes: four sizes for each power of two, so that at most a fifth is unused."""
     size = max(size, _SMALLEST_SLAB)
     step = 1 << max(size - 1, 1).bit_length() - 3

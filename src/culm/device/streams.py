@@ -83,6 +83,10 @@ class DeviceStreams(Protocol):
     def peak_bytes(self) -> int:
         """The most memory of the device that tensors of this process took at a time; 0: it is host memory."""
 
+    @property
+    def free_bytes(self) -> int:
+        """How much more memory of the device than at its peak tensors of this process could take now."""
+
     def host_memory(self, size: int) -> memoryview:
         """Host memory that copies reach at full speed. It is never freed: callers keep it in a pool."""
 
@@ -136,7 +140,7 @@ class HostStreams:
     """The streams of a CPU: every event is complete at once, and a tensor is its own copy in host memory."""
 
     is_synchronous = True
-    peak_bytes = 0
+    peak_bytes = free_bytes = 0
     shared_memory: SharedHostMemory | None = None
 
     def __init__(self) -> None:

@@ -14,9 +14,13 @@ from culm.runtime.worker_state import GradientSum
 from culm.transport.interface import Group
 
 if TYPE_CHECKING:
+    from culm.device.streams import DeviceEvent
     from culm.runtime.epoch_context import EpochContext
     from culm.transport.interface import Tensors
 
+_ROOM_FOR_SUMS = 4
+"""Sums stay on their device where it has room for this many times their size: those of two open steps, and as much
+again."""
 ReduceFunction: TypeAlias = Callable[[int, int, tuple[int, ...]], Coroutine[Any, Any, None]]
 """(step, segment, slots of the runners) -> a coroutine that completes the reduced gradient."""
 
@@ -33,6 +37,8 @@ class SegmentGradientReducer:
         self._reduce_tasks: dict[tuple[int, int], asyncio.Task[None]] = {}
         """By step and segment."""
         self._sending: set[asyncio.Task[None]] = set()
+        self._stays_on_device: dict[int, bool] = {}
+        """By segment: whether there is room for its sums. Decided once."""
 
     async def join_groups(self) -> None:
         """Create a group with the runners of each segment: those of the plan and, where they differ, those of the
@@ -102,46 +108,40 @@ class SegmentGradientReducer:
         await stats.read_device(self._copies)
         metadata = stats.metadata()
         if len(runners) > 1:
-            reduced = await self._all_reduce(self._groups[g, runners], totals, metadata)
+            reduced = await self._all_reduce(self._groups[g, runners], g, totals, metadata)
         else:
-            reduced = self._copy_sums(totals, metadata)
+            reduced = self._copy_sums(g, totals, metadata)
         self._state.open_step(step).loaded_segments.add(g)
         self._store_reduced(step, g, reduced)
-        receivers = self._receiver_slots(step, g, runners)
-        if receivers and not reduced.event.is_complete():
-            sending = asyncio.create_task(self._send_when_copied(step, g, receivers))
-            self._sending.add(sending)
-            sending.add_done_callback(self._on_sent)
-            return
-        for slot in receivers:
-            self.send_reduced_gradient(step, g, slot)
-
-    async def _send_when_copied(self, step: int, g: int, receivers: Sequence[int]) -> None:
-        """Send a complete sum once it is in host memory. The step does not wait for that."""
-        frame = self._sum_frame(step, g)  # now: the step may be committed meanwhile
-        await self._state.open_step(step).reduced_gradients[g].event.wait()
-        for slot in receivers:
-            self._context.send(slot, step, reduced_frame_name(g), frame)
+        self.send_reduced_gradient(step, g, self._receiver_slots(step, g, runners))
 
     def _on_sent(self, task: asyncio.Task[None]) -> None:
         self._sending.discard(task)
         if not task.cancelled():
             task.exception()  # of the device, which the next wait for it raises, too
 
-    def _copy_sums(self, totals: Sequence[Tensor], metadata: Tensor) -> GradientSum:
-        """What is kept of a sum that only this worker has a part in. On a device the sums are cloned there, because
-        they are divided in place before they are in host memory."""
+    def _copy_sums(self, g: int, totals: Sequence[Tensor], metadata: Tensor) -> GradientSum:
+        """What is kept of a sum that only this worker has a part in. The totals are divided in place later."""
+        return self._keep(g, [total.clone() for total in totals] if self._epoch.keeps_outputs else [], metadata)
+
+    def _keep(self, g: int, sums: Sequence[Tensor], metadata: Tensor) -> GradientSum:
+        """What is kept of a complete sum that was made here, and that nobody changes any more. It stays on the device
+        if there is room: only a recovery needs it elsewhere."""
         if not self._epoch.keeps_outputs:
             return GradientSum([], metadata)
-        clones = [total.clone() for total in totals]
-        return GradientSum(clones, metadata) if self._copies.is_synchronous else self._queue_copies(clones, metadata)
+        if self._copies.is_synchronous:
+            return GradientSum(list(sums), metadata)
+        kept = GradientSum(list(sums), metadata, on_device=True)
+        if g not in self._stays_on_device:
+            self._stays_on_device[g] = self._copies.has_room(_ROOM_FOR_SUMS * kept.nbytes)
+        return kept if self._stays_on_device[g] else self._queue_copies(kept)
 
-    def _queue_copies(self, sums: Sequence[Tensor], metadata: Tensor) -> GradientSum:
+    def _queue_copies(self, kept: GradientSum) -> GradientSum:
         """Copy sums to host memory, for which the step does not wait."""
-        copy = self._copies.to_host(sums, later=True)
-        return GradientSum([value for value in copy.tensors if value is not None], metadata, copy.event)
+        copy = self._copies.to_host(kept.totals, later=True)
+        return GradientSum([value for value in copy.tensors if value is not None], kept.metadata, copy.event)
 
-    async def _all_reduce(self, group: Group, totals: Sequence[Tensor], metadata: Tensor) -> GradientSum:
+    async def _all_reduce(self, group: Group, g: int, totals: Sequence[Tensor], metadata: Tensor) -> GradientSum:
         """Replace `totals` and `metadata` by the sums over all runners, without a wait between the first and the last.
         Returns what is kept of them."""
         buckets = list(_buckets(totals))
@@ -151,7 +151,7 @@ class SegmentGradientReducer:
             assert summed is not None
             await group.all_reduce(*copies, summed)
             sums, on_host = _parts(copies, buckets), self._copies.to_host([summed])
-            kept = self._queue_copies(sums, metadata) if self._epoch.keeps_outputs else GradientSum([], metadata)
+            kept = self._keep(g, sums, metadata)
             await on_host.event.wait()
             assert on_host.tensors[0] is not None
             metadata.copy_(on_host.tensors[0])
@@ -180,23 +180,41 @@ class SegmentGradientReducer:
         if self._epoch.keeps_outputs:
             open_step.reduced_gradients[g] = gradient_sum
 
-    def send_reduced_gradient(self, step: int, g: int, slot: int) -> None:
-        """Send a complete sum to another holder of the segment."""
-        self._context.send(slot, step, reduced_frame_name(g), self._sum_frame(step, g))
-
-    def _sum_frame(self, step: int, g: int) -> list[Tensor]:
-        total = self._state.open_step(step).reduced_gradients[g]
+    def send_reduced_gradient(self, step: int, g: int, slots: Sequence[int]) -> None:
+        """Send a complete sum to other holders of the segment, once it is in host memory. Nothing here waits for
+        that."""
+        if not slots:
+            return
+        sums = self._state.open_step(step).reduced_gradients
+        if sums[g].on_device:
+            sums[g] = self._queue_copies(sums[g])
         stats = self._state.stats_for(step, g, self._context.segment(g))
-        return [*total.totals, total.metadata, *stats.statistics_template()]
+        # Now: the step may be committed before the frame is sent.
+        frame = [*sums[g].totals, sums[g].metadata, *stats.statistics_template()]
+        if sums[g].event.is_complete():
+            self._send_sum(step, g, slots, frame)
+            return
+        sending = asyncio.create_task(self._send_when_copied(step, g, slots, frame, sums[g].event))
+        self._sending.add(sending)
+        sending.add_done_callback(self._on_sent)
+
+    async def _send_when_copied(
+        self, step: int, g: int, slots: Sequence[int], frame: Sequence[Tensor], copied: DeviceEvent
+    ) -> None:
+        await copied.wait()
+        self._send_sum(step, g, slots, frame)
+
+    def _send_sum(self, step: int, g: int, slots: Sequence[int], frame: Sequence[Tensor]) -> None:
+        for slot in slots:
+            self._context.send(slot, step, reduced_frame_name(g), frame)
 
     def send_missing_gradients(self, step: int) -> None:
         """In a recovery: send the complete sums that this worker was chosen to send to all holders that lack them."""
         recovery, stages = self._epoch.recovery, self._plan.stages
         for sum_step, g, sender in recovery.complete_sums:
             if sum_step == step and sender == self._slot:
-                for slot in recovery.slots_missing_sum(step, g % stages):
-                    if slot != self._slot:
-                        self.send_reduced_gradient(step, g, slot)
+                missing = recovery.slots_missing_sum(step, g % stages)
+                self.send_reduced_gradient(step, g, [slot for slot in missing if slot != self._slot])
 
     async def receive_reduced_gradient(self, step: int, g: int) -> None:
         """Wait for the complete sum of a segment from a worker that has it, and store it."""

@@ -71,7 +71,7 @@ class LaunchedActions:
         `after_action(step, label)` is called for each complete action, before its output is sent."""
         self._state, self._copies, self._transport, self._clock = state, state.copies, transport, clock
         self._epoch, self._after_action = epoch, after_action
-        self._evict = functools.partial(state.evict_oldest_output, first_step)
+        self._evict = functools.partial(state.evict_oldest, first_step)
         self._launched: collections.deque[LaunchedAction] = collections.deque()
         self._closed = False
         self._completing: asyncio.Task[None] | None = None

@@ -67,6 +67,19 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     """Seconds of the slowest action so far. The leader allows silence of at least that length."""
 
 
+class ShadowMemoryFull(msgspec.Struct, frozen=True, tag="shadow_memory_full"):
+    """Worker to leader: page-locked memory does not suffice for what the forwards of replicas leave. Some forwards are
+    not run in advance."""
+
+    worker: int
+    epoch: int
+    needed: int
+    """Bytes that one forward leaves."""
+    lent: int
+    """Bytes of page-locked memory in use."""
+    cap: int
+
+
 class ShadowCaughtUp(msgspec.Struct, frozen=True, tag="shadow_caught_up"):
     """Worker to leader: the copy of a fresh shadow is complete and is updated with the reduced gradients."""
 
@@ -323,6 +336,7 @@ Message: TypeAlias = (
     | Halt
     | HaltReport
     | Heartbeat
+    | ShadowMemoryFull
     | ShadowCaughtUp
     | Drain
     | HandoffReceived

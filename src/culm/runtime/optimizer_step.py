@@ -149,7 +149,7 @@ class OptimizerStep:
             await gradient_sum.event.wait()
             trained = [layer for layer in segment.layers if layer.trainable]
             for layer, total in zip(trained, gradient_sum.totals, strict=True):
-                layer.accumulator.load_total(self._on_device(total))
+                layer.accumulator.load_total(total if gradient_sum.on_device else self._on_device(total))
             stats = self._state.stats_for(step, g, segment)
             open_step.segment_totals[g] = stats.read_totals(gradient_sum.metadata, self._epoch.dropped_in(step))
             open_step.loaded_segments.add(g)
@@ -253,6 +253,8 @@ class OptimizerStep:
         trained = [each for each in replica.segments[g].layers if each.trainable]
         sizes = [p.numel() for p in layer.trainable.values()]
         own = dict(zip(layer.trainable, gradient_sum.totals[trained.index(layer)].split(sizes), strict=True))[name]
+        if gradient_sum.on_device:
+            (own,) = await self._copies.read([own])
         return own, torch.tensor([open_step.segment_totals[g].bounds[layer.index]])
 
     def _layer_replica(self, name: str, g: int) -> LayerReplica:

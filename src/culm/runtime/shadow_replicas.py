@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from culm.runtime.compute.batch_loading import NO_SAMPLES, SampleDigests, expected_samples, load_micro_batch
 from culm.runtime.compute.snapshot import pack_snapshot, unpack_snapshot
 from culm.runtime.launched_actions import LaunchedAction
 from culm.runtime.replica_builder import build_replica
+from culm.runtime.shadow_tapes import ShadowTapes
 from culm.schedule import Kind
 
 if TYPE_CHECKING:
@@ -42,8 +44,10 @@ class ShadowReplicas:
         reducer: SegmentGradientReducer,
         optimizer_step: OptimizerStep,
         on_caught_up: Callable[[Shadow], None],
+        on_memory_full: Callable[[int], None],
     ) -> None:
-        """`on_caught_up` is called when a fresh shadow becomes current."""
+        """`on_caught_up` is called when a fresh shadow becomes current, `on_memory_full` once with the bytes that a
+        forward leaves, if there is no page-locked memory for them."""
         self._context, self._reducer, self._optimizer_step = context, reducer, optimizer_step
         self._state, self._clock, self._transport = context.state, context.clock, context.transport
         self._epoch, self._plan = context.epoch, context.plan
@@ -58,6 +62,10 @@ class ShadowReplicas:
         self._stale_stages = {stage for stage in self.fresh_shadows if stage in self._state.replicas}
         """Stages whose copy here is no longer counted as a holder and will be replaced by a new one."""
         self._update_copying_step()
+        self._tapes: ShadowTapes | None = None
+        """None: the device is a CPU, and tapes stay where they are."""
+        if not context.state.copies.is_synchronous:
+            self._tapes = ShadowTapes(context.state.copies, context.clock, context.job.micro_batches, on_memory_full)
         self.eager_forwards_run = self.eager_forwards_due = 0
         self._eager_forward_s: dict[int, float] = {}
         """By segment: seconds of the last forward that was run in advance."""
@@ -191,6 +199,8 @@ class ShadowReplicas:
 
     async def _try_eager_forward(self, step: int, idle_s: float) -> bool:
         """Run the forward of a replica for a micro-batch whose input is here, if the bubble is long enough."""
+        if self._tapes is not None and not self._tapes.may_run_forward():
+            return False
         for stage, shadow in self.current_shadows.items():
             replica = self._state.replicas[stage]
             if replica.version != step:
@@ -230,7 +240,9 @@ class ShadowReplicas:
         copies, launched = self._state.copies, self._context.launched
         on_device = inputs if g == 0 else copies.to_device(inputs)
         values = tuple(value.detach().requires_grad_(value.requires_grad) for value in on_device if value is not None)
-        outputs, result = segment.forward(step, micro, values, target)
+        saved = None if self._tapes is None else self._tapes.note_forward(segment, step)
+        with nullcontext() if saved is None else saved.noting():
+            outputs, result = segment.forward(step, micro, values, target)
         self._state.stats_for(step, g, segment).record_forward(micro, result, samples)
         self.eager_forwards_run += 1
         name = f"{g}F{micro}"
@@ -251,6 +263,8 @@ class ShadowReplicas:
                 keeps_output=True,
             )
             launched.add(action)
+            if self._tapes is not None and saved is not None:
+                self._tapes.add(segment, segment.tapes[step, micro], saved)
             await launched.wait_until_complete()
         self._eager_forward_s[g] = self._clock.now() - began
 

@@ -48,7 +48,9 @@ class TrainLoop:
         self._state, self._plan = context.state, context.plan
         self._reducer = SegmentGradientReducer(context)
         self._optimizer_step = OptimizerStep(context)
-        self._shadows = ShadowReplicas(context, self._reducer, self._optimizer_step, self._report_caught_up)
+        self._shadows = ShadowReplicas(
+            context, self._reducer, self._optimizer_step, self._report_caught_up, self._report_memory_full
+        )
         self._executor = Executor(context, self._reducer, None if self._shadows.is_empty else self._shadows)
         self._replay = OpenStepReplay(
             context, self._executor, self._reducer, self._optimizer_step, self._report_handoff_received
@@ -124,6 +126,13 @@ class TrainLoop:
         """Report to the leader that a shadow replica has caught up."""
         context = self._context
         context.send_to_leader(messages.ShadowCaughtUp(context.worker, self._epoch.number, shadow.stage))
+
+    def _report_memory_full(self, needed: int) -> None:
+        """Report to the leader that forwards of shadow replicas are left out, for which there is no host memory."""
+        context, pool = self._context, self._state.copies.pool
+        context.send_to_leader(
+            messages.ShadowMemoryFull(context.worker, self._epoch.number, needed, pool.lent_bytes, pool.cap)
+        )
 
     def _report_handoff_received(self) -> None:
         self._context.send_to_leader(messages.HandoffReceived(self._context.worker, self._epoch.number))

@@ -39,6 +39,8 @@ class GradientSum:
     """They may be read once `event` is complete."""
     metadata: Tensor
     event: DeviceEvent = COMPLETE
+    on_device: bool = False
+    """Whether the totals are still on the device that made them, not in host memory."""
 
     @property
     def nbytes(self) -> int:
@@ -200,9 +202,14 @@ class WorkerState:
         self._kept_bytes += sum([t.nbytes for t in tensors if t is not None])
         self.peak_kept_bytes = max(self.peak_kept_bytes, self._kept_bytes)
 
-    def evict_oldest_output(self, first_step: int) -> bool:
-        """Drop the oldest kept output in a slab without readers, of step `first_step` or a later one; False: there is
-        none. A recovery then has to run its action again."""
+    def evict_oldest(self, first_step: int) -> bool:
+        """Drop something in slabs, of step `first_step` or a later one: the oldest tape of a shadow replica or, if
+        there is none, the oldest kept output without readers. False: there is neither. A recovery then has to run its
+        action again."""
+        segments = [segment for replica in self.replicas.values() for segment in replica.segments.values()]
+        return any(s.drop_oldest_on_host(first_step) for s in segments) or self._evict_oldest_output(first_step)
+
+    def _evict_oldest_output(self, first_step: int) -> bool:
         for number in sorted(number for number in self.open_steps if number >= first_step):
             open_step = self.open_steps[number]
             name = next((name for name, copy in open_step.slab_copies.items() if not copy.has_readers), None)

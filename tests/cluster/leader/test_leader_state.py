@@ -573,3 +573,15 @@ def test_that_gradients_are_not_summed_over_nccl_is_said_once() -> None:
     announced = [event for event in written if event["kind"] == "reduce_fallback"]
     assert [(event["reduce"], event["why"]) for event in announced] == [("gloo", why)]
     assert [event["reduce"] for event in written if event["kind"] == "ready"] == ["gloo"] * 2
+
+
+def test_that_page_locked_memory_is_full_is_said_once() -> None:
+    driver = Driver()
+    full = messages.ShadowMemoryFull(0, driver.state.epoch_number, 3 << 20, 1 << 20, 2 << 20)
+    done = [*driver.feed(full), *driver.feed(full)]
+    written = [each.event for each in done if isinstance(each, WriteEvent)]
+    assert [(e["needed"], e["lent"], e["cap"]) for e in written if e["kind"] == "shadow_memory_full"] == [
+        (3 << 20, 1 << 20, 2 << 20)
+    ] * 2
+    shown = [each for each in done if b"page-locked memory is full" in getattr(each, "value", b"")]
+    assert len(shown) == 1

@@ -42,6 +42,30 @@ def test_each_stage_has_its_activations_in_flight_and_its_frames() -> None:
     assert all(memory.on_host == memory.frames + memory.sums for memory in found)
 
 
+def test_activations_of_shadows_that_run_ahead_are_on_the_host_but_for_two_forwards() -> None:
+    """Of the stage that follows; the last one shadows the first."""
+    segments = [(LAYER,), (LAYER, LAYER), (LAYER,), (LAYER,)]
+    found = memories(segments, "shadow")
+    assert [memory.shadow_activations // MB for memory in found] == [20, 10, 10, 10]
+    assert [memory.off_loaded // MB for memory in found] == [80, 40, 40, 40], "of eight micro-batches"
+    for eager, lazy in zip(found, memories(segments, "shadow-lazy"), strict=True):
+        assert lazy.off_loaded == lazy.shadow_activations == 0
+        assert eager.on_host == lazy.on_host + eager.off_loaded
+        assert eager.total == lazy.total + eager.shadow_activations
+    two_segments = memories(segments, "shadow", stages=2, in_flight=[4, 3, 2, 1])
+    assert [memory.shadow_activations // MB for memory in two_segments] == [20, 10], "of the larger of two segments"
+    assert [memory.off_loaded // MB for memory in two_segments] == [120, 80]
+
+
+def test_a_shadow_that_does_not_fit_is_advised_to_run_nothing_in_advance() -> None:
+    found = memories(FOUR, "shadow")
+    limit = max(memory.total for memory in memories(FOUR, "shadow-lazy"))
+    told = explain_memory_misfit(found, limit, where="--memory", strategy="shadow", layers=8)
+    assert told is not None
+    assert "--strategy shadow-lazy, which runs nothing in advance" in told
+    assert "activations of the shadow" in told
+
+
 def test_exact_sums_are_twice_as_large_and_none_keeps_neither_outputs_nor_weights() -> None:
     assert [memories([(LAYER,)], exact=exact)[0].sums // MB for exact in (False, True)] == [10, 20]
     for memory in memories(FOUR, "none"):
@@ -101,7 +125,7 @@ def test_on_a_cpu_a_bucket_has_trained_layers_only_as_large_as_they_are_summed(e
     ("strategy", "available", "fixes"),
     [
         ("reroute", 79, "more --stages than 4, or Job.recompute or a smaller micro_batch"),
-        ("shadow", 149, "--strategy reroute, which keeps no shadows"),
+        ("shadow", 159, "--strategy reroute, which keeps no shadows"),
     ],
 )
 def test_a_job_that_does_not_fit_is_refused_with_stage_need_and_fix(strategy: str, available: int, fixes: str) -> None:

@@ -220,7 +220,7 @@ def test_the_parts_of_the_memory_add_up(names: tuple[str, ...]) -> None:
         held = row.memory.weights + row.memory.shadow // BLOCK.resident_bytes * BLOCK.parameter_bytes
         assert row.memory.saved_weights == keeps * (2 if row.memory.shadow else 1) * held
         assert row.memory.sums == (row.memory.saved_weights or row.memory.weights * (row.case.pipelines > 1))
-        assert row.memory.on_host == row.memory.sums + row.memory.frames
+        assert row.memory.on_host == row.memory.sums + row.memory.frames + row.memory.off_loaded
         assert ("in host memory" in row.memory.describe()) == bool(row.memory.on_host)
 
 

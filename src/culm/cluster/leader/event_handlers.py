@@ -45,6 +45,7 @@ from culm.cluster.run_setup import decode_hook_values, decode_node_record, decod
 from culm.errors import CulmError, RunError
 from culm.observe.step_metrics import StepMetrics
 from culm.runtime import messages
+from culm.text_format import format_bytes
 
 if TYPE_CHECKING:
     from culm.cluster.leader.leader_state import Flow, LeaderState
@@ -68,6 +69,8 @@ class EventHandlers:
         """Whether the run is to end at the next step boundary."""
         self._reduce_fallback = ""
         """Why gradients are not summed by NCCL, as it was shown last."""
+        self._shows_shadow_memory = False
+        """Whether it was shown that forwards of shadows are left out."""
         self._last_t = 0.0
         """When the last step was committed, since the start of the run."""
 
@@ -196,8 +199,8 @@ class EventHandlers:
             case messages.Heartbeat():
                 self.epoch_change.returning_nodes.note_message(message)
                 self.failure_detector.handle_heartbeat(message)
-            case messages.ShadowCaughtUp():
-                self.membership.handle_caught_up(message)
+            case messages.ShadowCaughtUp() | messages.ShadowMemoryFull():
+                self._handle_shadow_message(message)
             case messages.HandoffReceived():
                 self.epoch_change.handle_handoff_received(message)
             case messages.ShardReport():
@@ -299,6 +302,21 @@ class EventHandlers:
             self.state.log_event("reduce_fallback", **where, reduce=message.reduce, why=why)
             way = "Gloo" if message.reduce == "gloo" else "encrypted connections"
             self.state.show_incident(f"gradients are summed over {way} instead of NCCL: {why}")
+
+    def _handle_shadow_message(self, message: messages.ShadowCaughtUp | messages.ShadowMemoryFull) -> None:
+        """A shadow has caught up, or runs fewer forwards in advance, which is said once."""
+        if isinstance(message, messages.ShadowCaughtUp):
+            self.membership.handle_caught_up(message)
+            return
+        where = self.state.members.event_fields(message.worker)
+        self.state.log_event("shadow_memory_full", **where, needed=message.needed, lent=message.lent, cap=message.cap)
+        if not self._shows_shadow_memory:
+            self._shows_shadow_memory = True
+            self.state.show_incident(
+                "page-locked memory is full: some forwards of shadows are not run in advance, and are run after a loss "
+                f"(one needs {format_bytes(message.needed)}; {format_bytes(message.lent)} of "
+                f"{format_bytes(message.cap)} are in use)"
+            )
 
     def _handle_ready(self, message: messages.LayersReady) -> None:
         state = self.state

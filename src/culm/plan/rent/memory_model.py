@@ -27,6 +27,10 @@ _OPEN_STEPS = 2
 """Steps whose tensors are kept at the same time. A step is committed soon after its last reduce; with shadows only when
 these have made it, too, during the next step."""
 
+_SHADOW_TAPES_ON_DEVICE = 2
+"""Forwards of a replica whose activations are on the device, on their way to the host
+(`culm.runtime.shadow_tapes.MAX_LEAVING`)."""
+
 HOST_WORKSPACE_TENSORS = 10
 """Temporary memory of a worker on the CPU in multiples of its largest tensor: a gradient before it is added, two
 temporaries of Adam, packed operands of matrix products, and the holes that they leave in the heap. Fitted to
@@ -42,6 +46,7 @@ class KeepingStrategy(Protocol):
 
     keeps_outputs: bool
     shadows_every_stage: bool
+    eager_forwards: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,17 +65,21 @@ class WorkerMemory:
     activations: int
     shadow: int
     """The replica of the next stage, if the strategy keeps one."""
+    shadow_activations: int
+    """Activations of the replica that are on the device, if the strategy runs forwards in advance."""
     workspace: int
     """Temporary memory of sums and optimizer steps; on a CPU also of layers, and fragmentation."""
     sums: int
     """Copies on which gradients are summed over the pipelines, kept until the commit."""
     frames: int
     """Outputs and gradients that were sent and are kept until the commit, and those that have arrived."""
+    off_loaded: int
+    """Activations of the replica that have left the accelerator: of all micro-batches, if there is as much memory."""
 
     @property
     def on_host(self) -> int:
         """Bytes in the memory of the host, page-locked for a GPU, if the worker computes on an accelerator."""
-        return self.sums + self.frames if self.on_accelerator else 0
+        return self.sums + self.frames + self.off_loaded if self.on_accelerator else 0
 
     @property
     def total(self) -> int:
@@ -81,7 +90,7 @@ class WorkerMemory:
         parts = {
             "weights": self.weights, "gradients and optimizer": self.gradients_and_optimizer,
             "copies": self.copies, "saved weights": self.saved_weights, "activations": self.activations,
-            "shadow": self.shadow, "workspace": self.workspace,
+            "shadow": self.shadow, "activations of the shadow": self.shadow_activations, "workspace": self.workspace,
         }  # fmt: skip
         return parts if self.on_accelerator else parts | {"sums": self.sums, "frames": self.frames}
 
@@ -92,7 +101,8 @@ class WorkerMemory:
         """The parts in one line, the largest first."""
         ranked = sorted((part for part in self._parts().items() if part[1]), key=lambda part: -part[1])
         listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in ranked)
-        host = f"; {format_bytes(self.on_host)} of sums and frames are in host memory"
+        what = "sums, frames and activations of the shadow" if self.off_loaded else "sums and frames"
+        host = f"; {format_bytes(self.on_host)} of {what} are in host memory"
         return listed + (host if self.on_host else "")
 
 
@@ -122,7 +132,10 @@ def worker_memories(
             stage,
             by_stage[stage],
             by_stage[(stage + 1) % P] if strategy.shadows_every_stage else [],
-            activations=sum(live[g] * sum(layer.activation_bytes for layer in segments[g]) for g in own),
+            activations=sum(live[g] * _activation_bytes(segments[g]) for g in own),
+            largest_shadow_tape=max((_activation_bytes(segments[g]) for g in own_segments[(stage + 1) % P]), default=0)
+            if strategy.eager_forwards
+            else 0,
             sent_bytes=sum(_boundary_bytes(segments, g) + _boundary_bytes(segments, g - 1) for g in own),
             micro_batches=micro_batches,
             sums_gradients=pipelines > 1,
@@ -169,7 +182,9 @@ def explain_memory_misfit(
     fixes = []
     if len(memories) < layers:
         fixes.append(f"more --stages than {len(memories)}")
-    if fullest.shadow and fullest.total - fullest.shadow <= available:
+    if fullest.shadow_activations and fullest.total - fullest.shadow_activations <= available:
+        fixes.append("--strategy shadow-lazy, which runs nothing in advance")
+    if fullest.shadow and fullest.total - fullest.shadow - fullest.shadow_activations <= available:
         fixes.append("--strategy reroute, which keeps no shadows")
     fixes.append("Job.recompute or a smaller micro_batch" if fullest.activations else "a device with more memory")
     return (
@@ -184,6 +199,7 @@ def _worker_memory(
     following: Sequence[LayerCost],
     *,
     activations: int,
+    largest_shadow_tape: int,
     sent_bytes: int,
     micro_batches: int,
     sums_gradients: bool,
@@ -191,7 +207,8 @@ def _worker_memory(
     on_accelerator: bool,
     exact: bool,
 ) -> WorkerMemory:
-    """`following`: the layers that it replicates. `sent_bytes`: of one micro-batch."""
+    """`following`: the layers that it replicates. `largest_shadow_tape`: activations of one forward of their replica;
+    0: none is run in advance. `sent_bytes`: of one micro-batch."""
     weights = sum(layer.parameter_bytes for layer in own)
     held = weights + sum(layer.parameter_bytes for layer in following)
     overlap = 0 if not keeps_outputs else _OPEN_STEPS if following else 1
@@ -202,6 +219,7 @@ def _worker_memory(
     summed = _trained_bytes((*own, *following)) if overlap else _trained_bytes(own)
     sums = copies_of_sums * summed * (2 if exact else 1)
     frames = _OPEN_STEPS * micro_batches * sent_bytes if keeps_outputs else 0
+    has_tapes = on_accelerator and largest_shadow_tape > 0
     if on_accelerator:
         frames += _FRAMES_AHEAD * sent_bytes
         workspace = weights  # the copy that goes to the host, and the temporaries of an optimizer that steps at once
@@ -221,10 +239,17 @@ def _worker_memory(
         saved_weights=overlap * held,
         activations=activations,
         shadow=shadow,
+        shadow_activations=_SHADOW_TAPES_ON_DEVICE * largest_shadow_tape if has_tapes else 0,
         workspace=workspace,
         sums=sums,
         frames=frames,
+        off_loaded=micro_batches * _activation_bytes(following) if has_tapes else 0,
     )
+
+
+def _activation_bytes(layers: Sequence[LayerCost]) -> int:
+    """Of one micro-batch."""
+    return sum(layer.activation_bytes for layer in layers)
 
 
 def _boundary_bytes(segments: Sequence[Sequence[LayerCost]], boundary: int) -> int:

@@ -432,12 +432,14 @@ def _best_strategy(
     run = GoodputInputs(
         case=draft.case, failure_free_step_s=healthy_s, nodes=draft.nodes, state_bytes=state, risk=query.risk
     )
-    fits: dict[tuple[bool, bool], bool] = {}
+    fits: dict[tuple[bool, bool, bool], bool] = {}
     for each in query.strategies:
-        kept = (each.keeps_outputs, each.shadows_every_stage)
+        kept = (each.keeps_outputs, each.shadows_every_stage, each.eager_forwards)
         if kept not in fits:
             fits[kept] = _fullest_worker(layers, draft, each, offer).total <= offer.memory
-    fitting = [each for each in query.strategies if fits[each.keeps_outputs, each.shadows_every_stage]]
+    fitting = [
+        each for each in query.strategies if fits[each.keeps_outputs, each.shadows_every_stage, each.eager_forwards]
+    ]
     estimates = [(each, goodput) for each in fitting if (goodput := each.estimate(run)) is not None]
     return max(estimates, key=lambda pair: pair[1].useful_share / pair[1].step_s, default=None)
 

@@ -123,6 +123,7 @@ class EstimatedStrategy(Protocol):
     name: str
     shadows_every_stage: bool
     keeps_outputs: bool
+    eager_forwards: bool
 
     def estimate(self, run: GoodputInputs) -> StrategyGoodput | None:
         """The estimated goodput of a run; None where the strategy cannot be used or gives no estimate."""

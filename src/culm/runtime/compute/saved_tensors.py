@@ -15,18 +15,18 @@ class SavedTensorBytes:
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self.total = 0
-        self._known = {_storage(parameter) for parameter in parameters}
+        self._known = {storage_key(parameter) for parameter in parameters}
 
     def __call__(self, tensor: Tensor) -> Tensor:
         if tensor.layout is not torch.strided:
             self.total += tensor.nbytes
-        elif (storage := _storage(tensor)) not in self._known:
+        elif (storage := storage_key(tensor)) not in self._known:
             self._known.add(storage)
             self.total += tensor.untyped_storage().nbytes()
         return tensor
 
 
-def _storage(tensor: Tensor) -> int:
+def storage_key(tensor: Tensor) -> int:
     """Identifies the memory of a tensor; also of one without data, with which a model is checked."""
     address: int = tensor.untyped_storage()._cdata
     return address

@@ -37,6 +37,7 @@ from culm.runtime.compute.user_errors import ASYNC_USER_EXCEPTIONS
 if TYPE_CHECKING:
     from culm.job import Job
     from culm.runtime.compute.model_state import LayerReplica, ModelState
+    from culm.runtime.compute.off_loaded_tape import OffLoadedTape
     from culm.runtime.epoch import LayerInput
 
 
@@ -67,6 +68,19 @@ class Tape:
     """Gradients of the outputs, if I had nothing to compute and W does everything."""
     input_backward_done: bool = False
     """Whether I is done."""
+    off_loaded: OffLoadedTape | None = None
+    """What may have left the device, if the tape is of a replica that runs forwards in advance."""
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether it has left the device."""
+        return self.off_loaded is not None and self.off_loaded.is_on_host
+
+    def bring_back(self) -> None:
+        """Before a backward: have everything on the device."""
+        if self.off_loaded is not None:
+            self.off_loaded.bring_back()
+            self.off_loaded = None
 
 
 @dataclass(slots=True)
@@ -191,6 +205,14 @@ class Segment:
         graph takes a while, and other workers wait for them."""
         self._last_tape = None
 
+    def drop_oldest_on_host(self, first_step: int) -> bool:
+        """Drop the oldest tape that has left the device, of step `first_step` or a later one; False: there is none.
+        Its forward has to run again."""
+        key = min((key for key, tape in self.tapes.items() if tape.is_on_host and key[0] >= first_step), default=None)
+        if key is not None:
+            del self.tapes[key]
+        return key is not None
+
     def drop_tapes(self, last_step: int) -> None:
         """Drop the tapes of all steps up to and including this one."""
         for key in [key for key in self.tapes if key[0] <= last_step]:
@@ -225,6 +247,7 @@ class Segment:
     def backward(self, step: int, micro: int, gradients: Gradients) -> Gradients:
         """B: returns the gradients of the inputs, and adds those of the weights to the sums."""
         tape = self.tapes.pop((step, micro))
+        tape.bring_back()
         unreached: set[int] = set()
         for piece in self._pieces_reversed(tape):
             unreached |= self._backward_piece(piece, gradients)
@@ -237,6 +260,7 @@ class Segment:
     def backward_input(self, step: int, micro: int, gradients: Gradients) -> Gradients:
         """I: returns the gradients of the inputs. What W needs stays on the tape."""
         tape = self.tapes[step, micro]
+        tape.bring_back()
         tape.input_backward_done = True
         if not any(x.requires_grad for x in tape.inputs):
             tape.pending_gradients = gradients
