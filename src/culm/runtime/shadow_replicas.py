@@ -240,7 +240,7 @@ class ShadowReplicas:
         copies, launched = self._state.copies, self._context.launched
         on_device = inputs if g == 0 else copies.to_device(inputs)
         values = tuple(value.detach().requires_grad_(value.requires_grad) for value in on_device if value is not None)
-        saved = None if self._tapes is None else self._tapes.note_forward(segment, step)
+        saved = None if self._tapes is None else self._tapes.note_forward(segment)
         with nullcontext() if saved is None else saved.noting():
             outputs, result = segment.forward(step, micro, values, target)
         self._state.stats_for(step, g, segment).record_forward(micro, result, samples)

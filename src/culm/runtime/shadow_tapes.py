@@ -25,7 +25,7 @@ MAX_LEAVING = 2
 """Tapes on the device, as their copies are under way or wait for slabs (see `plan.rent.memory_model`)."""
 _ROOM_FOR_TAPES = 4
 """Tapes stay on a device that has room for this many times those of a step: those of two open steps, and as much
-again."""
+again for what the worker has not needed yet."""
 
 
 class ShadowTapes:
@@ -35,22 +35,17 @@ class ShadowTapes:
         """`tapes`: how many a step has. `on_full` is called once, with the bytes of a tape, if there is no room for it
         in the slabs."""
         self._copies, self._clock, self._on_full = copies, clock, on_full
-        self._tapes, self._largest_tape = tapes, 0
-        self._first_step: int | None = None
+        self._tapes = tapes
         self._stays: bool | None = None
-        """Whether tapes stay on the device; None: not decided. Decided once, after a step that shows how much memory
-        a step needs."""
+        """Whether tapes stay on the device. Decided by the size of the first one; None: there was none yet."""
         self._is_announced = False
         self._waiting: tuple[Segment, Tape, OffLoadedTape] | None = None
         """The tape that has no slabs yet."""
         self._leaving: list[OffLoadedTape] = []
         self._allocating: asyncio.Future[None] | None = None
 
-    def note_forward(self, segment: Segment, step: int) -> SavedTensors | None:
+    def note_forward(self, segment: Segment) -> SavedTensors | None:
         """What notes the tensors that a forward of the segment keeps. None: they stay on the device."""
-        self._first_step = step if self._first_step is None else self._first_step
-        if self._stays is None and step > self._first_step + 1:
-            self._stays = self._copies.has_room(_ROOM_FOR_TAPES * self._tapes * self._largest_tape)
         if self._stays:
             return None
         modules = [layer.module for layer in segment.layers]
@@ -59,10 +54,14 @@ class ShadowTapes:
         return SavedTensors(self._copies.device, modules, self._copies.min_off_loaded_bytes)
 
     def add(self, segment: Segment, tape: Tape, saved: SavedTensors) -> None:
-        """Let a tape leave, when there are slabs for it. `may_run_forward` must have been true before its forward."""
-        tape.off_loaded = saved.off_loaded(tape, self._copies)
-        self._largest_tape = max(self._largest_tape, tape.off_loaded.copied_bytes)
-        self._waiting = segment, tape, tape.off_loaded
+        """Let a tape leave, if it has to, when there are slabs for it. `may_run_forward` was true before its forward."""
+        off_loaded = saved.off_loaded(tape, self._copies)
+        if self._stays is None:
+            self._stays = self._copies.has_room(_ROOM_FOR_TAPES * self._tapes * off_loaded.copied_bytes)
+        if self._stays:
+            return
+        tape.off_loaded = off_loaded
+        self._waiting = segment, tape, off_loaded
         self._try_to_leave()
 
     def may_run_forward(self) -> bool:

@@ -249,13 +249,14 @@ class Announced:
 
 def tapes_and_segment(cap: int) -> tuple[ShadowTapes, Announced, Callable[[int], Segment], DeviceCopies]:
     announced, copies = Announced(), separate(cap)
-    tapes = ShadowTapes(copies, RealClock(), announced.needed.append)
+    tapes = ShadowTapes(copies, RealClock(), 4, announced.needed.append)
     job = wide_job()
     state = ModelState(job, [0, 1, 2], torch.device("cpu"))
     segment = Segment(job, state, [1])
 
     def forward(micro: int) -> Segment:
         saved = tapes.note_forward(segment)
+        assert saved is not None
         with saved.noting():
             segment.forward(0, micro, (torch.randn(2, 6).requires_grad_(),))
         tapes.add(segment, segment.tapes[0, micro], saved)
@@ -288,6 +289,20 @@ def test_without_room_no_further_forward_is_run_and_that_is_said_once() -> None:
         segment.drop_tapes(0)
         assert tapes.may_run_forward(), "the step was committed"
 
+    asyncio.run(main())
+
+
+def test_tapes_stay_on_a_device_that_has_room_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        tapes, announced, forward, copies = tapes_and_segment(1 << 30)
+        segment = forward(0)
+        assert tapes.may_run_forward()
+        assert not segment.tapes[0, 0].is_on_host
+        assert tapes.note_forward(segment) is None, "nothing is noted any more"
+        assert copies.pool.lent_bytes == 0
+        assert not announced.needed
+
+    monkeypatch.setattr(SeparateMemory, "free_bytes", 1 << 30)
     asyncio.run(main())
 
 
