@@ -57,8 +57,9 @@ class RunConfig:
     """Stages of a pipeline (P), one worker each."""
     nodes: int | None = None
     """Number of nodes; culm chooses pipelines and stages for it."""
-    workers_per_node: int = 1
-    """Workers of a node, one per device; all of them are lost and leave together."""
+    workers_per_node: int | None = None
+    """Workers of a node, one per device; all of them are lost and leave together. Default: 1, or where
+    other machines join the run one for each GPU of the first that does."""
     schedule: str = "1f1b"
     """Pipeline schedule: gpipe, 1f1b, zb, interleaved, planned (made for this job from measured layer costs) or auto
     (1f1b, or planned where it is faster)."""
@@ -223,6 +224,11 @@ class RunConfig:
                 changes[name] = _URL_PASSWORD.sub(r"\1:***@", place)
         return dataclasses.replace(self, **changes)
 
+    @property
+    def node_workers(self) -> int:
+        """Workers of a node, as far as it is known before machines join."""
+        return self.workers_per_node or 1
+
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain data for JSON, without passwords."""
         found: dict[str, Any] = msgspec.to_builtins(self.without_secrets())
@@ -254,7 +260,7 @@ class LaunchOptions(TypedDict, total=False):
     pipelines: int | None
     stages: int | None
     nodes: int | None
-    workers_per_node: int
+    workers_per_node: int | None
     schedule: str
     max_activations: int | None
     improve_plan: float | None

@@ -172,7 +172,6 @@ def launch(
         abandon_after_s=abandon_after,
         address=address,
         port=port,
-        workers_are_given="workers_per_node" in options or merged.workers_per_node != RunConfig().workers_per_node,
     )
     prepared = prepare_launch(settings, merged, warn=_warn, note=_log.info)
     check_prepared(prepared, _warn)

@@ -8,6 +8,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ GRACE_S = 60
 """Jobs of the partition `urgent` preempt those of the default partition, which have this time to end."""
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "scancel", "squeue", "sinfo")
 _START_TIMEOUT_S = 30.0
+_MUNGE = ("key-file", "socket", "pid-file", "log-file", "seed-file")
 
 
 def why_not() -> str:
@@ -30,7 +32,7 @@ def why_not() -> str:
 def _free_ports(count: int) -> list[int]:
     """Consecutive free ports below the ephemeral ones."""
     found: list[int] = []
-    for port in range(23000 + os.getpid() % 4000, 31000):
+    for port in range(23000 + os.getpid() * 8 % 7000, 31000):  # test processes with near ids look at different ports
         try:
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", port))
@@ -49,6 +51,7 @@ class SlurmCluster:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.config = folder / "slurm.conf"
+        self._munge = Path(tempfile.mkdtemp(prefix="culm-munge-", dir="/run"))
         self._daemons: list[subprocess.Popen[bytes]] = []
 
     @property
@@ -57,9 +60,7 @@ class SlurmCluster:
         return {"SLURM_CONF": str(self.config)}
 
     def start(self) -> None:
-        munge = Path("/run/munge/munge.socket.2")
-        if not munge.exists():
-            self._start_munge()
+        self._start_munge()
         host = socket.gethostname().partition(".")[0]
         controller, *ports = _free_ports(1 + NODES)
         for name in ("state", "spool"):
@@ -71,6 +72,7 @@ SlurmctldPort={controller}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
+AuthInfo=socket={self._munge}/socket
 ProctrackType=proctrack/pgid
 TaskPlugin=task/none
 SelectType=select/cons_tres
@@ -101,19 +103,23 @@ PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2 PreemptM
             time.sleep(0.1)
 
     def _start_munge(self) -> None:
-        Path("/run/munge").mkdir(exist_ok=True)
-        shutil.chown("/run/munge", "munge", "munge")
-        command = ["setpriv", "--reuid=munge", "--regid=munge", "--clear-groups", "munged", "--foreground"]
-        log = self._folder / "munged.log"
-        with log.open("wb") as file:
-            self._daemons.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file))
+        """A munged of this cluster alone. It refuses files below folders that others may write, so not in `folder`."""
+        self._munge.chmod(0o755)
+        key = self._munge / "key"
+        key.touch(mode=0o600)
+        key.write_bytes(os.urandom(128))
+        self._start(
+            "munged", "--foreground", *(f"--{name}={self._munge / name.removesuffix('-file')}" for name in _MUNGE)
+        )
         until = time.monotonic() + _START_TIMEOUT_S
-        while not Path("/run/munge/munge.socket.2").exists():
-            assert time.monotonic() < until, log.read_text()
-            time.sleep(0.05)
+        with socket.socket(socket.AF_UNIX) as probe:
+            while probe.connect_ex(str(self._munge / "socket")) != 0:
+                assert self._daemons[-1].poll() is None and time.monotonic() < until, self.logs()
+                time.sleep(0.05)
 
     def _start(self, *command: str) -> None:
-        with (self._folder / f"{'-'.join(command)}.out").open("wb") as log:
+        name = "-".join(word for word in command if "=" not in word)
+        with (self._folder / f"{name}.out").open("wb") as log:
             environment = {**os.environ, **self.environment}
             self._daemons.append(
                 subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
@@ -129,7 +135,7 @@ PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2 PreemptM
 
     def logs(self) -> str:
         """The ends of all logs."""
-        paths = [*self._folder.glob("*.log"), *self._folder.glob("*.out")]
+        paths = [*self._folder.glob("*.log"), *self._folder.glob("*.out"), *self._munge.glob("log")]
         return "\n".join(f"{path.name}: {path.read_text()[-500:]}" for path in paths)
 
     def stop(self) -> None:
@@ -141,6 +147,7 @@ PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2 PreemptM
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
+        shutil.rmtree(self._munge, ignore_errors=True)
 
 
 @contextlib.contextmanager

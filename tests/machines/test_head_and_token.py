@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from culm.cli import main
@@ -206,6 +207,13 @@ def test_machines_join_with_a_token_alone_and_train_the_job_that_they_were_sent(
         processes.append(unknown)
         assert "no job 'nope' was started within 0 s" in unknown.communicate(timeout=60)[0]
         assert unknown.returncode == 2
+        other_secret = encode_token(msgspec.structs.replace(decode_token(token), secret=SECRET))
+        stranger = culm("agent", "--join", other_secret, cwd=elsewhere)
+        processes.append(stranger)
+        assert (
+            "does not accept this token: use the one that culm head token prints" in stranger.communicate(timeout=60)[0]
+        )
+        assert stranger.returncode == 2
         head.send_signal(signal.SIGTERM)
         assert head.wait(timeout=30) == 0
     finally:

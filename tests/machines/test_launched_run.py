@@ -129,6 +129,42 @@ def test_what_a_launch_could_not_keep_is_said_or_refused_before_it_starts(
     assert sentence in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("hosts", "options", "words"),
+    [
+        ("two", [], "a node has a worker for each of its 2 GPUs: --workers-per-node changes that"),
+        ("two,four,away", [], "(two has 2, four has 4): all nodes have as many workers as the fewest"),
+        ("four,four", [], "a node has a worker for each of its 2 GPUs"),
+        ("two,none", [], "(two has 2, none has 0)"),
+        ("four", ["--workers-per-node", "1"], ""),
+        ("away", [], ""),
+    ],
+)
+def test_agents_on_hosts_use_the_gpus_that_the_hosts_report(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, hosts: str, options: list[str], words: str
+) -> None:
+    """A host that does not answer is left out, and one that is named twice divides its GPUs."""
+    (tmp_path / "gpt.py").write_text("def job(): raise AssertionError('nobody may load it')\n")
+    for name, count in {"two": 2, "four": 4}.items():
+        program = tmp_path / name / "nvidia-smi"
+        program.parent.mkdir()
+        lines = [f"GPU {number}: H200 (UUID: GPU-{number})\n  MIG 1g" for number in range(count)]
+        program.write_text(f"#!/bin/sh\ncat <<'END'\n{chr(10).join(lines)}\nEND\n")
+        program.chmod(0o755)
+    ssh = tmp_path / "ssh"
+    ssh.write_text(
+        f"#!/bin/sh\nwhile [ $# -gt 2 ]; do shift; done\n[ $1 = away ] && exit 255\nPATH={tmp_path}/$1:$PATH exec $2\n"
+    )
+    ssh.chmod(0o755)
+    nodes = str(len(hosts.split(",")))
+    command = ["--on", "hosts", "--hosts", hosts, "--nodes", nodes, "--option", f"ssh={ssh}", "--dry-run"]
+    with pytest.raises(SystemExit) as ended:
+        main(["launch", str(tmp_path / "gpt.py"), *command, *options])
+    said = capsys.readouterr().err
+    assert ended.value.code == 0, said
+    assert words in said if words else "GPU" not in said
+
+
 def test_a_fleet_replaces_what_the_market_takes_and_says_what_it_waits_for() -> None:
     said: list[str] = []
     provider = ScriptedMachines(ProviderSettings(launch="gpt-1"))

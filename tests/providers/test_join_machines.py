@@ -6,21 +6,21 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from tests.etcd_servers import etcd_with
 
 import culm
-from culm.cluster.run_setup import RunResult
+from culm.cluster.run_setup import RunResult, RunSetup
 from culm.cluster.store.encrypted_store import connection_secret
 from culm.cluster.store.etcd import EtcdStore, parse_etcd_access
 from culm.config import RunConfig
-from culm.errors import UsageError
+from culm.errors import RunError, UsageError
 from culm.job import load_job
 from culm.providers.fork_server import JobSource, StartNode
 from culm.providers.join_run import RunParticipant
@@ -64,6 +64,27 @@ def elsewhere(forked_programs: None) -> Iterator[ForkServerClient]:
         yield made
 
 
+class GpuMachines(NamedTuple):
+    """The fork servers of three machines, and a file with their number of GPUs."""
+
+    here: ForkServerClient
+    first: ForkServerClient
+    second: ForkServerClient
+    file_of_gpus: Path
+
+
+@pytest.fixture
+def gpu_machines(forked_programs: None, file: Path) -> Iterator[GpuMachines]:
+    """Machines that report GPUs and compute on the CPU."""
+    count = file.parent / "gpus"
+    patch = (
+        f"torch.cuda.is_available = lambda: False\ntorch.cuda.device_count = lambda: int(open({str(count)!r}).read())\n"
+    )
+    file.write_text(JOB.replace("class Nap", f"{patch}\nclass Nap"))
+    with ForkServerClient() as here, ForkServerClient() as first, ForkServerClient() as second:
+        yield GpuMachines(here, first, second, count)
+
+
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with etcd_with(tmp_path_factory.mktemp("etcd")) as found:
@@ -83,12 +104,19 @@ def place(url: str, secret: bytes = SECRET) -> StoreLocation:
 
 @asynccontextmanager
 async def led(
-    fork_server: ForkServerClient, url: str, file: Path, *, local_nodes: int = 1, **request: Any
+    fork_server: ForkServerClient,
+    url: str,
+    file: Path,
+    *,
+    local_nodes: int = 1,
+    on_changed: Callable[[RunSetup], None] = lambda _: None,
+    **request: Any,
 ) -> AsyncIterator[RunHandle]:
     """A run of two pipelines whose first nodes are here; it waits for another machine."""
     source = JobSource(str(file), {}, path=tuple(sys.path))
     shared = SharedRun(access=parse_etcd_access(url), job="napping", secret=SECRET, local_nodes=local_nodes)
-    async with local_run(fork_server, source, RunConfig(pipelines=2, stages=1, **request), shared=shared) as run:
+    config = RunConfig(**{"pipelines": 2, "stages": 1, **request})
+    async with local_run(fork_server, source, config, shared=shared, on_changed=on_changed) as run:
         yield run
 
 
@@ -183,6 +211,61 @@ def test_a_machine_that_the_run_has_no_use_for_is_released(
     assert result.summary is not None, result.message
     assert "node 2 has had no slot for 0 s: it is released" in said
     assert said[-1] == "node 2 has left job napping"
+
+
+def test_nodes_have_a_worker_for_each_gpu_of_the_first_machine_that_joins(
+    gpu_machines: GpuMachines, url: str, file: Path
+) -> None:
+    """A machine with fewer GPUs is refused in one sentence, and one with more says how many it does not use."""
+    few: list[str] = []
+    many: list[str] = []
+    shapes: list[RunSetup] = []
+    here, first, second, gpus = gpu_machines
+    gpus.write_text("2")
+
+    async def main() -> RunResult:
+        opening = led(here, url, file, local_nodes=0, pipelines=None, stages=None, nodes=2, on_changed=shapes.append)
+        async with attending(first, place(url), many), opening as run:
+            assert (run.setup.nodes, run.setup.workers_per_node) == (2, 2)
+            gpus.write_text("1")
+            with pytest.raises(UsageError, match="this machine has 1 GPU, and nodes of the run have 2 workers"):
+                async with attending(second, place(url), few) as refused:
+                    await refused
+            gpus.write_text("3")
+            async with attending(second, place(url), few) as joined:
+                result = await run.wait_for_result()
+                await joined
+            return result
+
+    result = patiently(main())
+    assert result.summary is not None, result.message
+    file.write_text(JOB)
+    assert result.summary["state_sha256"] == reference(load_job(str(file))).state_sha256
+    assert [shape.workers_per_node for shape in shapes] == [2]
+    assert "this machine has 3 GPUs, and nodes of the run have 2 workers: 1 of them stays unused" in few
+
+
+def test_nodes_of_this_machine_divide_its_gpus(gpu_machines: GpuMachines, url: str, file: Path) -> None:
+    gpu_machines.file_of_gpus.write_text("4")
+
+    async def main() -> tuple[int, int]:
+        async with led(gpu_machines.here, url, file, local_nodes=2, pipelines=4, stages=1) as run:
+            await run.wait_for_first_step()
+            return run.setup.nodes, run.setup.workers_per_node
+
+    assert patiently(main()) == (2, 2)
+
+
+def test_a_run_without_machines_ends_after_its_start_timeout(
+    fork_server: ForkServerClient, url: str, file: Path
+) -> None:
+    async def main() -> None:
+        async with led(fork_server, url, file, local_nodes=0, start_timeout=0.2):
+            raise AssertionError("there is no machine")
+
+    with pytest.raises(RunError, match=r"no machine has joined after 0 s \(--start-timeout\)"):
+        patiently(main())
+    assert asyncio.run(keys_left(url)) == []
 
 
 def test_a_machine_that_differs_is_refused_by_name_and_nothing_is_disturbed(

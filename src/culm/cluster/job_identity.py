@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from culm.job import Job
 
 _DIGEST_DIGITS = 12
+_PACKAGES = ("culm", "torch", "numpy")
+"""Names in an identity that are versions of packages."""
 
 
 def job_identity(job: Job, reference: str) -> dict[str, str]:
@@ -56,7 +58,11 @@ def check_identity(own: Mapping[str, str], expected: Mapping[str, str]) -> None:
         if own.get(name) != expected.get(name)
     ]
     if differences:
-        raise UsageError(f"this machine cannot join: {'; '.join(differences)}; make them the same")
+        packages = [
+            f"{name}=={expected[name]}" for name in _PACKAGES if name in expected and own.get(name) != expected[name]
+        ]
+        fix = f"install {' '.join(packages)} here" if packages else "make them the same"
+        raise UsageError(f"this machine cannot join: {'; '.join(differences)}; {fix}")
 
 
 def _source_digests(file: Path) -> dict[str, str]:

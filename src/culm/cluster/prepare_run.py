@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import logging
 import math
@@ -76,7 +77,7 @@ def prepare_run(
     pipelines, stages, cuts, why = _choose_shape(job, config, profile, links)
     if measure and profile is not model_info.profile and not config.is_shared:
         why += _explain_shared_cores(job, profile, pipelines, stages)
-    _check_nodes_filled(pipelines, stages, config.workers_per_node)
+    _check_nodes_filled(pipelines, stages, config.node_workers)
     ranges = config.ranges if config.schedule == "interleaved" else 1
     schedule = choose_schedule(
         config.schedule,
@@ -104,7 +105,7 @@ def prepare_run(
     if manifest is not None:
         _check_job_facts(manifest, facts)
         _check_tensor_names(manifest, model_info.tensor_names)
-    inputs = StrategyInputs(plan, profile, cuts, _has_synchronous_step(job), job.steps, config.workers_per_node)
+    inputs = StrategyInputs(plan, profile, cuts, _has_synchronous_step(job), job.steps, config.node_workers)
     resolved = resolve_strategy(config, inputs)
     why += f"; {resolved.why}"
     memories = _predict_memory(job, profile, cuts, plan, resolved.strategy)
@@ -120,10 +121,10 @@ def prepare_run(
         why += f"; Job.data has {len(job.data)} items for a global_batch of {job.global_batch}: each step repeats items"
     why += "".join(f"; checkpoint {step} was passed over: {reason}" for step, reason in rejected)
     earlier = earlier_rentals(config.resume) if config.resume else ()
-    _check_budget(config, earlier, pipelines * stages // config.workers_per_node)
+    _check_budget(config, earlier, pipelines * stages // config.node_workers)
     return RunSetup(
-        nodes=pipelines * stages // config.workers_per_node,
-        workers_per_node=config.workers_per_node,
+        nodes=pipelines * stages // config.node_workers,
+        workers_per_node=config.node_workers,
         pipelines=pipelines,
         stages=stages,
         schedule=schedule.name,
@@ -178,7 +179,7 @@ def prepare_run(
         limits=run_limits(config),
         earlier_rentals=earlier,
         reason=why,
-        config=config.to_dict(),
+        config=dataclasses.replace(config, workers_per_node=config.node_workers).to_dict(),
     )
 
 
@@ -255,7 +256,7 @@ def _solver_seconds(config: RunConfig, *, measure: bool) -> float:
 def _resolve_kills(job: Job, config: RunConfig, plan: Plan, start: int) -> tuple[str, ...]:
     kills = [KillNode.parse(kill) for kill in config.kills]
     moment: dict[str, int] = {"steps": job.steps, "start": start, "seed": job.seed}
-    K = config.workers_per_node
+    K = config.node_workers
     return tuple(kill.resolve_action(plan, **moment, workers_per_node=K).spec_text for kill in kills)
 
 
@@ -336,7 +337,7 @@ def _choose_shape(
     fixed = config.nodes is None or (config.pipelines is not None and config.stages is not None)
     pipelines, stages = (config.pipelines or 1, config.stages or 1) if fixed else (config.pipelines, config.stages)
     reason = f"{count_noun(pipelines or 1, 'pipeline')} x {count_noun(stages or 1, 'stage')}, as asked"
-    K = config.workers_per_node
+    K = config.node_workers
     if pipelines and stages and config.nodes is not None and pipelines * stages != config.nodes * K:
         workers = "" if K == 1 else f" x --workers-per-node {K}"
         raise UsageError(
@@ -364,7 +365,7 @@ def _links(config: RunConfig) -> NodeLinks | None:
         return None
     try:
         machine = load_catalogue().find(config.instance)
-        return links_of_instance(machine.instance, machine.gpu, config.workers_per_node)
+        return links_of_instance(machine.instance, machine.gpu, config.node_workers)
     except (UsageError, PlanError):  # an instance of the user's own, with a price
         return None
 

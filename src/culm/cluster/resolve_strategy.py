@@ -123,7 +123,7 @@ def _resolve(request: RunConfig, requested: Strategy, inputs: StrategyInputs) ->
         inputs.plan.pipelines,
         inputs.plan.stages,
         has_folder=request.out is not None,
-        workers_per_node=request.workers_per_node,
+        workers_per_node=request.node_workers,
     )
     requested.check(shape)
     chosen = requested.choose(inputs.goodput_inputs(request.preemption_rate), shape)

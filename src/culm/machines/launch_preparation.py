@@ -19,6 +19,7 @@ from culm.machines.launch_order import LaunchOrder
 from culm.machines.machine_gpus import gpus_of_machines
 from culm.machines.machine_provider import (
     EngineMissing,
+    GpuCounter,
     MachineProvider,
     MachineRequest,
     Market,
@@ -27,6 +28,7 @@ from culm.machines.machine_provider import (
 from culm.machines.machine_provider_registry import open_machine_provider
 from culm.machines.suitable_instances import suitable_instances
 from culm.providers.fork_server import GRACE_S
+from culm.providers.gpu_workers import workers_for_gpus
 
 NOT_OFFERED = frozenset(
     ["etcd", "etcd_user", "etcd_ca", "etcd_cert", "etcd_key", "join", "job_name", "local_nodes", "address", "ports"]
@@ -71,8 +73,6 @@ class LaunchSettings:
     abandon_after_s: float = ABANDON_AFTER_S
     address: str = ""
     port: int = 0
-    workers_are_given: bool = False
-    """Whether the user has said how many workers a node has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +117,6 @@ def prepare_launch(
     Raises UsageError for what cannot work, and RunError if the engine does not answer.
     """
     config = with_all_gpus(config, settings, warn, note)
-    count = machine_count(config)
     markets: Sequence[Market] = _markets(config, spot=settings.spot)
     requests = _requests(_instances(settings, config), settings.zones, markets)
     order = LaunchOrder(
@@ -140,6 +139,8 @@ def prepare_launch(
     provider = open_machine_provider(
         settings.on, ProviderSettings(launch=order.launch, options=order.options, price=order.price)
     )
+    config = _with_reported_gpus(config, provider, warn, note)
+    count = machine_count(config)
     requests, unchecked = check_requests(provider, order.requests, count, any_=settings.any_instance, dry_run=dry_run)
     order = msgspec.structs.replace(order, requests=requests)
     return PreparedLaunch(config=config, order=order, provider=provider, machines=count, unchecked=unchecked)
@@ -154,21 +155,45 @@ def check_prepared(prepared: PreparedLaunch, warn: Callable[[str], None]) -> Non
 def with_all_gpus(
     config: RunConfig, settings: LaunchSettings, warn: Callable[[str], None], note: Callable[[str], None]
 ) -> RunConfig:
-    """The config with a worker for each GPU of a machine, if their number is known and the user does not say how many
-    there are. Raises UsageError if it differs between machines."""
-    is_given, used = settings.workers_are_given, config.workers_per_node
+    """The config with a worker for each GPU of a machine, if the request says how many it has and the user does not say
+    how many workers there are. Raises UsageError if the named instance types differ."""
+    given = config.workers_per_node
     try:
-        gpus = gpus_of_machines(settings.options, settings.instances) or 1
+        gpus = gpus_of_machines(settings.options, settings.instances)
     except UsageError:
-        if not is_given:
+        if given is None:
             raise
         return config
-    if is_given and gpus > used:
-        warn(f"machines have {gpus} GPUs, and --workers-per-node {used} uses {used}")
-    if is_given or gpus == used:
+    if given is not None and gpus is not None and gpus > given:
+        warn(f"machines have {gpus} GPUs, and --workers-per-node {given} uses {given}")
+    return config if gpus is None else _with_workers_for(config, gpus, note)
+
+
+def _with_reported_gpus(
+    config: RunConfig, provider: MachineProvider, warn: Callable[[str], None], note: Callable[[str], None]
+) -> RunConfig:
+    """The config with a worker for each GPU that the machines of the provider report; 1 where nobody knows it."""
+    if config.workers_per_node is not None or not isinstance(provider, GpuCounter):
+        return _with_workers_for(config, 1, note)
+    counts = provider.gpus_of_machines()
+    if len(set(counts.values())) > 1:
+        words = ", ".join(f"{name} has {count}" for name, count in counts.items())
+        warn(f"machines have different numbers of GPUs ({words}): all nodes have as many workers as the fewest")
+    return _with_workers_for(config, min(counts.values(), default=1), note)
+
+
+def _with_workers_for(config: RunConfig, gpus: int, note: Callable[[str], None]) -> RunConfig:
+    """The config with a worker for each GPU, unless it says how many there are."""
+    if config.workers_per_node is not None:
         return config
-    note(f"a node has a worker for each of its {gpus} GPUs: --workers-per-node changes that")
-    return dataclasses.replace(config, workers_per_node=gpus)
+    workers = workers_for_gpus(config, gpus)
+    if workers > 1:
+        note(
+            f"a node has a worker for each of its {gpus} GPUs: --workers-per-node changes that"
+            if workers == gpus
+            else f"a node has {workers} workers, on {gpus} GPUs: --workers-per-node changes that"
+        )
+    return dataclasses.replace(config, workers_per_node=workers)
 
 
 def machine_count(config: RunConfig) -> int:
@@ -176,7 +201,7 @@ def machine_count(config: RunConfig) -> int:
     if config.nodes is not None:
         return config.nodes
     if config.pipelines is not None and config.stages is not None:
-        return config.pipelines * config.stages // config.workers_per_node
+        return config.pipelines * config.stages // config.node_workers
     raise UsageError("--nodes is missing: say how many machines to start, as in --nodes 4")
 
 
@@ -247,7 +272,7 @@ def _instances(settings: LaunchSettings, config: RunConfig) -> Sequence[str]:
     if settings.instances:
         raise UsageError(f"--any and --instance {','.join(settings.instances)} are both given: leave one out")
     return suitable_instances(
-        settings.on, settings.options, gpus=config.workers_per_node, memory=config.memory, spot=settings.spot
+        settings.on, settings.options, gpus=config.node_workers, memory=config.memory, spot=settings.spot
     )
 
 

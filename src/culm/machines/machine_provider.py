@@ -10,7 +10,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, NamedTuple, Protocol, TypeAlias
+from typing import ClassVar, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 
@@ -141,6 +141,14 @@ class ProviderSettings:
     """Options of this provider, as given with --option NAME=VALUE."""
     price: float | None = None
     """Dollars per hour of a machine, as the user says; None: as the provider says."""
+
+
+@runtime_checkable
+class GpuCounter(Protocol):
+    """A provider that can say how many GPUs its machines have before they are started."""
+
+    def gpus_of_machines(self) -> Mapping[str, int]:
+        """GPUs that a machine has for its agent, by name of the machine, as far as they are known."""
 
 
 class MachineProvider(Protocol):

@@ -138,6 +138,7 @@ async def execute_run(
             resources.config,
             on_progress=observer.show_progress,
             on_prepared=lambda setup: _prepare_machine(resources, setup, observer),
+            on_changed=observer.show_setup,
             shared=shared,
             zones=lambda nodes: () if market is None else _initial_zones(market, nodes),
             grace_s=(market.notice_s if market is not None else 0.0) or GRACE_S,

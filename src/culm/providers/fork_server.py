@@ -115,10 +115,17 @@ class JobLoaded(msgspec.Struct, frozen=True, tag="loaded"):
 
     setup: RunSetup
     identity: dict[str, str] = {}
+    gpus: int = 0
+    """How many workers can have a GPU of this machine of their own."""
+    may_use_gpus: bool = False
+    """Whether workers on a machine with several GPUs use one each."""
 
 
 class JobMatches(msgspec.Struct, frozen=True, tag="job_matches"):
     """The job on this machine equals the job of the run."""
+
+    gpus: int = 0
+    """How many workers can have a GPU of this machine of their own."""
 
 
 class LoadProgress(msgspec.Struct, frozen=True, tag="progress"):
@@ -195,6 +202,7 @@ class ForkServer:
 
     def _prepare_setup(self, job: Job, command: LoadJob) -> JobLoaded:
         from culm.cluster.prepare_run import prepare_run
+        from culm.runtime.compute.device import gpus_for_workers
 
         def progress(text: str, done: int, total: int) -> None:
             self._send_reply(LoadProgress(text, done, total))
@@ -204,7 +212,12 @@ class ForkServer:
         setup = msgspec.structs.replace(
             prepared, name=source.reference, job_file=absolute_reference(source.reference), overrides=source.overrides
         )
-        return JobLoaded(setup, _identity(job, command.source) if command.identify else {})
+        return JobLoaded(
+            setup,
+            _identity(job, command.source) if command.identify else {},
+            gpus=gpus_for_workers(job),
+            may_use_gpus=job.device in ("auto", "cuda"),
+        )
 
     def _reply_from_child(self, make_reply: Callable[[], ForkServerReply]) -> None:
         """Make the reply in a child: running the layers may start threads or initialise a GPU, after which forking is
@@ -335,9 +348,10 @@ def load_job_source(source: JobSource) -> Job:
 
 def _check_job(job: Job, order: CheckJob) -> JobMatches:
     from culm.cluster.job_identity import check_identity
+    from culm.runtime.compute.device import gpus_for_workers
 
     check_identity(_identity(job, order.source), order.identity)
-    return JobMatches()
+    return JobMatches(gpus_for_workers(job))
 
 
 def _identity(job: Job, source: JobSource) -> dict[str, str]:

@@ -15,6 +15,7 @@ from culm.errors import RunError
 from culm.machines.job_archive import archive_cache, unpack_job
 from culm.observe.slot_assignments import slot_assignments
 from culm.providers.fork_server import CheckJob, JobMatches, JobSource, LoadFailed, StartNode, to_exception
+from culm.providers.gpu_workers import announce_gpus, check_gpus
 from culm.providers.local_provider import LocalProvider
 from culm.providers.provider import EXIT_REJOIN
 from culm.providers.run_store import StoreLocation, open_etcd_store
@@ -33,6 +34,8 @@ _MAX_REJOINS_OF_MACHINE = 20
 """How often a machine rejoins: a worker that fails this often will fail again."""
 _RESULT_TIMEOUT_S = 5.0
 _REMIND_S = 30.0
+_SETUP_RECHECK_S = 2.0
+"""Time between two looks whether a run without a setup still exists."""
 
 
 class RunParticipant:
@@ -62,6 +65,8 @@ class RunParticipant:
         self._provider = LocalProvider(fork_server, start_command)
         self._uses_archive = uses_archive
         self._machine, self._idle_timeout_s = machine, idle_timeout_s
+        self._gpus = 0
+        """How many workers can have a GPU of this machine of their own."""
         self._node: int | None = None
         self._leaving = False
         self._wanted = 0
@@ -172,10 +177,13 @@ class RunParticipant:
         self._fork_server.send_command(CheckJob(JobSource(reference, job.overrides, path=path), job.identity))
         while True:
             match await self._fork_server.next_reply():
-                case JobMatches():
-                    return
+                case JobMatches(gpus):
+                    break
                 case LoadFailed() as report:
                     raise to_exception(report)
+        self._gpus = gpus
+        async with open_etcd_store(self._store_location, RealClock()) as store:
+            await announce_gpus(store, gpus)
 
     async def _find_files(self, store: Store, job: JobReference, path: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
         """(FILE[:function] on this machine, sys.path to import it with): from the archive in the store, or as given."""
@@ -202,12 +210,13 @@ class RunParticipant:
     async def _start_node(self) -> bool:
         """Start a node with a new number. Returns False if the run has ended."""
         async with open_etcd_store(self._store_location, RealClock()) as store:
-            setup = await store.get("setup")
-            if setup is None or await store.get("result") is not None:
+            decoded = await self._wait_for_setup(store)
+            if decoded is None or await store.get("result") is not None:
                 self._print(f"job {self._store_location.job} has ended")
                 return False
-            decoded = decode_setup(setup)
             self._wanted = decoded.nodes
+            if sentence := check_gpus(self._gpus, decoded.workers_per_node):
+                self._print(sentence)
             await check_shared_folder(store, decoded.out, RealClock())
             self._adopt_setup(decoded)
             (self._node,) = await allocate_node_numbers(store)
@@ -216,6 +225,17 @@ class RunParticipant:
         self._provider.start(self._node, self._start_command.zone)
         self._print(f"joining job {self._store_location.job} as node {self._node}")
         return True
+
+    async def _wait_for_setup(self, store: Store) -> RunSetup | None:
+        """The setup of the run, which may depend on the GPUs that machines announce; None: the run has ended."""
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_SETUP_RECHECK_S), aclosing(store.watch("setup")) as changes:
+                    async for key, value in changes:
+                        if key == "setup" and value is not None:
+                            return decode_setup(value)
+            if await store.get("job") is None:
+                return None
 
     def _adopt_setup(self, setup: RunSetup) -> None:
         """Use the timeouts, the number of workers and the hooks of the run for nodes of this machine."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import os
 import resource
@@ -18,7 +19,7 @@ import msgspec
 
 from culm.cluster.run_setup import JobReference, RunSetup, StepGate, encode
 from culm.cluster.store.encrypted_store import connection_secret
-from culm.errors import CulmError, RunError, UsageError
+from culm.errors import CulmError, PlanError, RunError, UsageError
 from culm.machines.job_archive import JobArchive, pack_job
 from culm.market.rental_cost import rental_terms
 from culm.providers import fork_server as side
@@ -35,6 +36,7 @@ from culm.providers.fork_server import (
     to_exception,
 )
 from culm.providers.fork_server_process import ForkServerProcess
+from culm.providers.gpu_workers import first_announced_gpus, workers_for_gpus
 from culm.providers.kill_injection import ProcessTable
 from culm.providers.private_etcd import PrivateEtcd
 from culm.providers.provider import NodeExit, describe_exit
@@ -183,6 +185,7 @@ async def local_run(
     *,
     on_progress: OnProgress = lambda *_: None,
     on_prepared: Callable[[RunSetup], None] = lambda _: None,
+    on_changed: Callable[[RunSetup], None] = lambda _: None,
     shared: SharedRun | None = None,
     zones: Callable[[int], Sequence[str]] = lambda _: (),
     grace_s: float = GRACE_S,
@@ -190,7 +193,8 @@ async def local_run(
 ) -> AsyncIterator[RunHandle]:
     """Load the job, start its nodes and yield the run; afterwards no node of this machine is left.
 
-    `on_prepared` is called when everything is decided and nothing started; what it raises ends the run there. `zones`:
+    `on_prepared` is called when everything is decided and nothing started; what it raises ends the run there.
+    `on_changed` is called with the final setup if the GPUs of the first machine that joins change it. `zones`:
     the zones of the first nodes, for a number of nodes. `grace_s`: seconds that a node has after SIGTERM. `gate`: see
     `prepare_run`. Raises UsageError if the config, the job or the etcd is wrong; then nothing was started.
     """
@@ -203,11 +207,23 @@ async def local_run(
     async with kept as opened:
         fork_server.send_command(LoadJob(source, config, identify=shared is not None, gate=gate))
         loaded = await _wait_until_loaded(fork_server, on_progress)
+        on_prepared(loaded.setup)
+        store, place, secret = await opened
+        if shared is not None:
+            await _offer_job(store, source, loaded, is_archive_required=config.join is not None)
+        workers = 1 if shared is None else await _workers_of_node(store, config, loaded, shared, on_progress)
+        if workers > 1:
+            config = dataclasses.replace(config, workers_per_node=workers)
+            fork_server.send_command(LoadJob(source, config, gate=gate))
+            try:
+                loaded = await _wait_until_loaded(fork_server, on_progress)
+            except (PlanError, UsageError) as error:
+                why = f"nodes have {workers} workers, one for each GPU: --workers-per-node changes that"
+                raise type(error)(f"{error} ({why})") from error
+            on_changed(loaded.setup)
         setup = loaded.setup
         count, K = setup.nodes if shared is None else shared.local_nodes, setup.workers_per_node
         raise_open_file_limit(count, K)
-        on_prepared(setup)
-        store, place, secret = await opened
         command = StartNode(
             0,
             place,
@@ -232,19 +248,42 @@ async def local_run(
         if count and shared is not None:
             await check_shared_folder(store, setup.out, RealClock())
         await store.put("setup", encode(setup))
-        if shared is not None:
-            job_reference = JobReference(source.reference, source.overrides, loaded.identity)
-            if packed := _pack_for_machines(source.reference, is_required=config.join is not None):
-                await store.put("archive", packed.data)
-                job_reference = msgspec.structs.replace(
-                    job_reference, archive=packed.digest, archived_reference=packed.reference
-                )
-            await store.put("job", encode(job_reference))
         async with (
             _etcd_kept_running(fork_server, run) if shared is None else nullcontext(),
             run_nodes(run, count, zones(count)),
         ):
             yield run
+
+
+async def _offer_job(store: Store, source: JobSource, loaded: JobLoaded, *, is_archive_required: bool) -> None:
+    """Write what other machines need to import the job and to compare theirs."""
+    job_reference = JobReference(source.reference, source.overrides, loaded.identity)
+    if packed := _pack_for_machines(source.reference, is_required=is_archive_required):
+        await store.put("archive", packed.data)
+        job_reference = msgspec.structs.replace(
+            job_reference, archive=packed.digest, archived_reference=packed.reference
+        )
+    await store.put("job", encode(job_reference))
+
+
+async def _workers_of_node(
+    store: Store, config: RunConfig, loaded: JobLoaded, shared: SharedRun, on_progress: OnProgress
+) -> int:
+    """How many workers a node has if the config leaves it to the GPUs of the machines; else 1, which changes nothing.
+    Nodes of this machine divide its GPUs; without any, the first machine that joins decides."""
+    if config.workers_per_node is not None or not loaded.may_use_gpus:
+        return 1
+    if shared.local_nodes:
+        return workers_for_gpus(config, loaded.gpus // shared.local_nodes)
+
+    def say(sentence: str) -> None:
+        on_progress(sentence, 0, 0)
+
+    gpus = await first_announced_gpus(store, config.start_timeout, say)
+    workers = workers_for_gpus(config, gpus)
+    if workers > 1:
+        say(f"the first machine has {gpus} GPUs: each node has {workers} workers (--workers-per-node changes that)")
+    return workers
 
 
 def _pack_for_machines(reference: str, *, is_required: bool) -> JobArchive | None:

@@ -226,8 +226,13 @@ def test_every_difference_is_named(difference: str, fields: dict[str, object]) -
 
 
 def test_a_file_that_one_machine_lacks_is_named() -> None:
-    with pytest.raises(UsageError, match=r"file a\.py is not there here and 12 in the job; torch is 1 here and 2 in"):
-        check_identity({"torch": "1"}, {"file a.py": "12", "torch": "2"})
+    with pytest.raises(UsageError, match=r"file a\.py is not there here and 12 in the job; make them the same"):
+        check_identity({"torch": "1"}, {"file a.py": "12", "torch": "1"})
+
+
+def test_other_versions_are_named_with_the_command_that_installs_them() -> None:
+    with pytest.raises(UsageError, match=r"torch is 1 here and 2 in the job; install culm==0\.1 torch==2 here$"):
+        check_identity({"culm": "0", "torch": "1", "numpy": "3"}, {"culm": "0.1", "torch": "2", "numpy": "3"})
 
 
 def test_the_advertised_address_is_one_of_this_machine() -> None:

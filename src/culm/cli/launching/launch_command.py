@@ -123,7 +123,6 @@ def launch(
         add_search_folders(import_root(job_file), job_file.parent)
         overrides = job_overrides(set_ or [], steps=steps, seed=seed, exact=exact or None)
         parse_overrides(overrides)
-        source_of_workers = context.get_parameter_source("workers_per_node")
         settings = LaunchSettings(
             on=on,
             job=check_job_name(job_name or job_file.stem),
@@ -144,7 +143,6 @@ def launch(
             abandon_after_s=abandon_after,
             address=address,
             port=port,
-            workers_are_given=source_of_workers is not None and source_of_workers.name == "COMMANDLINE",
         )
         if head is not None:
             if join is not None:

@@ -143,7 +143,7 @@ def _offer(order: LaunchOrder, config: RunConfig, usd_per_h: float, *, spot: boo
         found = plan_inputs.node_offer(plan_inputs.find_machine(instance) if instance else None, spot=spot)
     except UsageError:
         found = plan_inputs.node_offer(None, spot=spot)
-    return replace(found, usd_per_h=usd_per_h, workers=config.workers_per_node)
+    return replace(found, usd_per_h=usd_per_h, workers=config.node_workers)
 
 
 def _context(

@@ -82,7 +82,8 @@ class EncryptedStore:
             await self.get(_SECRET_MARKER_KEY)
         except RunError:
             raise UsageError(
-                "CULM_SECRET is not the secret of this job: set the one that culm run was started with"
+                "CULM_SECRET is not the secret of this job: set the one that culm run was started with, or use "
+                "its token (--join)"
             ) from None
 
     async def get(self, key: str) -> bytes | None:

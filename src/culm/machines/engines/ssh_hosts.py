@@ -15,9 +15,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shlex
+import subprocess
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, NamedTuple
@@ -65,6 +67,7 @@ _REPORT = """\
 echo {mark} "$(cat "$folder/exit" 2>/dev/null)"
 tail -c 2000 "$folder/log"
 """
+_COUNT_GPUS = "nvidia-smi -L 2>/dev/null | grep -c '^GPU '\n"
 _SIGNAL = """\
 for folder in {folders}; do
     pid=$(cat "$folder/{file}" 2>/dev/null) || continue
@@ -134,6 +137,29 @@ class SshHosts:
             )
         if request.zone and all(host.zone != request.zone for host in self._hosts):
             raise UsageError(f"--zone is {request.zone!r}, and no host of --hosts is in it")
+
+    def gpus_of_machines(self) -> Mapping[str, int]:
+        """GPUs that a machine of each host has, by host, for those that answer. A host that is named several times
+        divides them."""
+        named = Counter(host.address for host in self._hosts)
+        with ThreadPoolExecutor(_MAX_CONNECTIONS) as threads:
+            counts = dict(zip(named, threads.map(self._count_gpus, named), strict=True))
+        return {address: count // named[address] for address, count in counts.items() if count is not None}
+
+    def _count_gpus(self, address: str) -> int | None:
+        try:
+            done = subprocess.run(
+                [*self._ssh, address, "sh"],
+                input=_COUNT_GPUS,
+                capture_output=True,
+                text=True,
+                timeout=_COMMAND_TIMEOUT_S,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        answer = done.stdout.strip()
+        return int(answer) if answer.isdecimal() else None
 
     def manifest(self, spec: LaunchSpec, request: MachineRequest) -> str:
         chosen = [host for host in self._hosts if request.zone in ("", host.zone)][: request.count]

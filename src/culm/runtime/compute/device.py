@@ -49,6 +49,13 @@ def select_device(job: Job, index: int = 0) -> torch.device:
     return torch.device("cuda", index)
 
 
+def gpus_for_workers(job: Job) -> int:
+    """How many workers of this job can have a GPU of this machine of their own; 0: they compute on the CPU, or the job
+    names one GPU for all. CUDA is not initialised."""
+    device = torch.device("cuda" if job.device == "auto" else job.device)
+    return torch.cuda.device_count() if device.type == "cuda" and device.index is None else 0
+
+
 def activate_device(device: torch.device) -> None:
     """Make a GPU that was selected by number the current one of this thread, for code that names no GPU. Each thread
     starts with GPU 0."""

@@ -78,7 +78,11 @@ def refusal_message(fault: EtcdFault, access: EtcdAccess) -> str:
     text = fault.message.removeprefix("etcdserver: ")
     where = ",".join(access.endpoints)
     if "invalid user ID or password" in text:
-        return f"--etcd-user is {access.user!r}: etcd at {where} does not know this user with this password"
+        return (
+            f"--join: the store at {where} does not accept this token: use the one that culm head token prints"
+            if access.trusted_certificate
+            else f"--etcd-user is {access.user!r}: etcd at {where} does not know this user with this password"
+        )
     if "user name is empty" in text:
         return f"--etcd-user is missing: etcd at {where} asks for a user and a password"
     if "authentication is not enabled" in text:
