@@ -12,6 +12,7 @@ import time
 
 import pytest
 import torch
+import xxhash
 from tests.transport.transport_variants import (
     ENCRYPTED_LANES,
     LANES,
@@ -343,7 +344,7 @@ def test_a_sender_that_sends_invalid_pieces_loses_its_connection(bad: str) -> No
         reader.lanes.expect(header(SMALL_PIECE), frame_codec.LanePlace(b"token", 0), [memoryview(content)], first)
 
         def piece(number: int, index: int) -> bytes:
-            digest = lanes.xxhash.xxh3_64_intdigest(lanes._NUMBERS.pack(number, index))
+            digest = xxhash.xxh3_64_intdigest(lanes._NUMBERS.pack(number, index))
             return lanes._PIECE_HEADER.pack(number, index, digest) + bytes(SMALL_PIECE)
 
         theirs.sendall(piece(0, 0))

@@ -18,9 +18,10 @@ from torch import Tensor
 from culm.testing import run_virtual
 from culm.transport.frames import frame_codec
 from culm.transport.frames.handshake import dialler_steps
+from culm.transport.frames.lanes import LANES as LANES_OF_A_RUN
 from culm.transport.frames.lanes import OutboundLanes
 from culm.transport.frames.simulated_network import SimulatedNetwork
-from culm.transport.frames.sockets import SocketTransport
+from culm.transport.frames.sockets import MIN_SHARED_BYTES, SocketTransport
 from culm.transport.interface import ControlMessage, FrameKey, Transport
 
 T = TypeVar("T")
@@ -55,7 +56,8 @@ class TransportVariant:
             else SocketTransport(
                 secret=SECRET,
                 encryption="on" if "encrypted" in self.name else "auto",
-                **({"min_shared_bytes": None, "lanes": 3} if has_lanes else {}),
+                min_shared_bytes=None if has_lanes else MIN_SHARED_BYTES,
+                lanes=3 if has_lanes else LANES_OF_A_RUN,
             )
             for i in range(count)
         ]

@@ -155,8 +155,8 @@ class _IncompleteFrame:
     def __init__(self, frame: FrameHeader, payload: list[memoryview]) -> None:
         self.frame = frame
         self.pieces = frame_codec.cut_pieces(payload)
-        self.digests: list[int | None] = [None] * len(self.pieces)
-        self.missing = len(self.pieces)
+        self.digests: dict[int, int] = {}
+        """By index of the piece: its checksum, once it has arrived."""
 
 
 class InboundLanes:
@@ -214,18 +214,18 @@ class InboundLanes:
 
     def _receive_piece(self, sock: FrameSocket, number: int, index: int) -> None:
         incomplete = self._wait_for(number)
-        if incomplete.digests[index] is not None:
+        if index in incomplete.digests:
             raise ValueError("a piece that arrived twice")
         piece = incomplete.pieces[index]
         _receive_all(sock, piece)
         digest = xxhash.xxh3_64_intdigest(piece)
         with self._condition:
             incomplete.digests[index] = digest
-            incomplete.missing -= 1
-            if incomplete.missing:
+            if len(incomplete.digests) < len(incomplete.pieces):
                 return
             del self._frames[number]
-        self._deliver(incomplete.frame, frame_codec.combine_digests(incomplete.digests))
+        digests = [incomplete.digests[each] for each in range(len(incomplete.pieces))]
+        self._deliver(incomplete.frame, frame_codec.combine_digests(digests))
 
     def _wait_for(self, number: int) -> _IncompleteFrame:
         """The frame with a number, once its header was read. Raises ConnectionError when the first connection ended."""
