@@ -9,10 +9,12 @@ import signal
 import socket
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import xxhash
+from tests.transport.large_frames_job import make_job
 from tests.transport.transport_variants import (
     ENCRYPTED_LANES,
     LANES,
@@ -28,7 +30,9 @@ from tests.transport.transport_variants import (
     small_pieces,
 )
 
+import culm
 from culm.device.slab_pool import SlabPool
+from culm.testing import reference
 from culm.transport.frames import frame_codec, lanes
 from culm.transport.frames.frame_codec import PIECE_BYTES
 from culm.transport.frames.lanes import InboundLanes, OutboundLanes
@@ -399,3 +403,18 @@ def test_two_endpoints_send_payloads_to_each_other_at_once() -> None:
         gc.collect()
 
     run_with_timeout(main())
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("strategy", ["reroute", "shadow"])
+def test_a_run_over_encrypted_lanes_survives_a_loss_bit_for_bit(
+    strategy: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Encrypted, so that payloads do not travel through shared memory."""
+    monkeypatch.setenv("LANE_FRAMES", str(tmp_path))
+    monkeypatch.setattr(frame_codec, "PIECE_BYTES", PIECE_BYTES)
+    job = "tests/transport/lane_frames_job.py:make_job"
+    run = culm.train(job, pipelines=2, stages=2, strategy=strategy, encrypt="on", kills=["node=1 step=3 at=1F1"])
+    assert len(list(tmp_path.iterdir())) >= 4, "every worker sent payloads over lanes"
+    assert run.preemptions == 1
+    assert run.state_sha256 == reference(make_job()).state_sha256
