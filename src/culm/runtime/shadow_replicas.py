@@ -64,8 +64,9 @@ class ShadowReplicas:
         self._update_copying_step()
         self._tapes: ShadowTapes | None = None
         """None: the device is a CPU, or kernels expect tensors where they were; tapes stay there."""
-        if not context.state.copies.is_synchronous and not _may_use_cuda_graphs(context.job.compile):
-            self._tapes = ShadowTapes(context.state.copies, context.clock, on_memory_full)
+        copies = context.state.copies
+        if not copies.is_synchronous and not _may_use_cuda_graphs(context.job.compile):
+            self._tapes = ShadowTapes(copies, context.clock, on_memory_full)
         self.eager_forwards_run = self.eager_forwards_due = 0
         self._eager_forward_s: dict[int, float] = {}
         """By segment: seconds of the last forward that was run in advance."""

@@ -46,8 +46,9 @@ class ShadowTapes:
 
     def add(self, segment: Segment, tape: Tape, saved: SavedTensors) -> None:
         """Let a tape leave, when there are slabs for it. `may_run_forward` must have been true before its forward."""
-        tape.off_loaded = saved.off_loaded(tape, self._copies)
-        self._waiting = segment, tape, tape.off_loaded
+        off_loaded = saved.off_loaded(tape, self._copies)
+        tape.set_off_loaded(off_loaded)
+        self._waiting = segment, tape, off_loaded
         self._try_to_leave()
 
     def may_run_forward(self) -> bool:
@@ -79,6 +80,6 @@ class ShadowTapes:
     def _allocate(self, sizes: list[int]) -> None:
         """Allocate slabs in a thread: it takes milliseconds for each megabyte."""
         if self._allocating is None or self._allocating.done():
-            call = self._clock.run_in_thread(self._copies.pool.add_slabs, sizes)
+            call = self._clock.run_in_thread(self._copies.add_slabs, sizes)
             self._allocating = asyncio.ensure_future(call)
             self._allocating.add_done_callback(lambda task: task.cancelled() or task.exception())
