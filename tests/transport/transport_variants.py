@@ -6,18 +6,22 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from weakref import WeakSet
 
+import pytest
 import torch
 from torch import Tensor
 
 from culm.testing import run_virtual
+from culm.transport.frames import frame_codec
 from culm.transport.frames.handshake import dialler_steps
+from culm.transport.frames.lanes import LANES as LANES_OF_A_RUN
+from culm.transport.frames.lanes import OutboundLanes
 from culm.transport.frames.simulated_network import SimulatedNetwork
-from culm.transport.frames.sockets import SocketTransport
+from culm.transport.frames.sockets import MIN_SHARED_BYTES, SocketTransport
 from culm.transport.interface import ControlMessage, FrameKey, Transport
 
 T = TypeVar("T")
@@ -45,17 +49,43 @@ class TransportVariant:
     @asynccontextmanager
     async def endpoints(self, count: int = 2) -> AsyncIterator[list[Transport]]:
         network = SimulatedNetwork(latency=0.001)
+        has_lanes = "lanes" in self.name
         made: list[Transport] = [
             network.endpoint(f"endpoint-{i}")
             if self.name == "memory"
-            else SocketTransport(secret=SECRET, encryption="on" if self.name == "encrypted" else "auto")
+            else SocketTransport(
+                secret=SECRET,
+                encryption="on" if "encrypted" in self.name else "auto",
+                min_shared_bytes=None if has_lanes else MIN_SHARED_BYTES,
+                lanes=3 if has_lanes else LANES_OF_A_RUN,
+            )
             for i in range(count)
         ]
         try:
-            yield made
+            with small_pieces() if has_lanes else nullcontext():
+                yield made
         finally:
             for transport in made:
                 await close_once(transport)
+
+
+SMALL_PIECE = 1003
+"""Bytes. Not a multiple of the size of an element."""
+
+
+@contextmanager
+def small_pieces() -> Iterator[None]:
+    """While this is open, small payloads are cut, and the first one finds its lanes open."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(frame_codec, "PIECE_BYTES", SMALL_PIECE)
+        patch.setattr(OutboundLanes, "start", _open_at_once)
+        yield
+
+
+def _open_at_once(lanes: OutboundLanes) -> None:
+    if not lanes._is_started:
+        lanes._is_started = True
+        lanes._open()
 
 
 _closed_transports: WeakSet[Transport] = WeakSet()
@@ -71,6 +101,8 @@ async def close_once(transport: Transport) -> None:
 MEMORY = TransportVariant("memory", run_virtual)
 SOCKETS = TransportVariant("sockets", run_with_timeout)
 ENCRYPTED = TransportVariant("encrypted", run_with_timeout)
+LANES = TransportVariant("lanes", run_with_timeout)
+ENCRYPTED_LANES = TransportVariant("encrypted lanes", run_with_timeout)
 
 
 def frame_key(name: str = "0F0", *, epoch: int = 1, step: int = 0) -> FrameKey:

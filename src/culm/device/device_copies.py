@@ -100,13 +100,17 @@ class DeviceCopies:
         return [self._copy_to_slab(tuple(group), self.streams.to_host_later) for group in groups]
 
     def missing_slabs(self, tensors: Sequence[Tensor]) -> list[int] | None:
-        """The sizes of the slabs to allocate (`SlabPool.add_slabs`) before these tensors are off-loaded; None: the
+        """The sizes of the slabs to allocate (`add_slabs`) before these tensors are off-loaded; None: the
         slabs are too close to their cap for that. A part of the slabs stays for outputs and sums."""
         sizes = [slab_size(layout_of(group)[1]) for group in _groups(tensors)]
         self._release_completed()
         if self.pool.lent_bytes + sum(sizes) > _OFF_LOADED_SHARE * self.pool.cap:
             return None
         return self.pool.missing_slabs(sizes)
+
+    def add_slabs(self, sizes: Sequence[int]) -> None:
+        """Allocate slabs that are missing. May be called from any thread."""
+        self.pool.add_slabs(sizes)
 
     async def read(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Copy tensors of the device to the host in one copy, and wait for it. On a CPU: the tensors themselves."""

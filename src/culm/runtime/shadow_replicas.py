@@ -8,7 +8,7 @@ after a loss only its backward is left. A replica is at most one step behind the
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -63,9 +63,10 @@ class ShadowReplicas:
         """Stages whose copy here is no longer counted as a holder and will be replaced by a new one."""
         self._update_copying_step()
         self._tapes: ShadowTapes | None = None
-        """None: the device is a CPU, and tapes stay where they are."""
-        if not context.state.copies.is_synchronous:
-            self._tapes = ShadowTapes(context.state.copies, context.clock, context.job.micro_batches, on_memory_full)
+        """None: the device is a CPU, or kernels expect tensors where they were; tapes stay there."""
+        copies = context.state.copies
+        if not copies.is_synchronous and not _may_use_cuda_graphs(context.job.compile):
+            self._tapes = ShadowTapes(copies, context.clock, context.job.micro_batches, on_memory_full)
         self.eager_forwards_run = self.eager_forwards_due = 0
         self._eager_forward_s: dict[int, float] = {}
         """By segment: seconds of the last forward that was run in advance."""
@@ -267,6 +268,11 @@ class ShadowReplicas:
                 self._tapes.add(segment, segment.tapes[step, micro], saved)
             await launched.wait_until_complete()
         self._eager_forward_s[g] = self._clock.now() - began
+
+
+def _may_use_cuda_graphs(compiles: bool | Mapping[str, Any]) -> bool:
+    """Whether torch.compile may replay graphs that read saved tensors at fixed addresses."""
+    return isinstance(compiles, Mapping) and bool({"mode", "options"} & compiles.keys())
 
 
 def send_shadow_copies(context: EpochContext) -> None:

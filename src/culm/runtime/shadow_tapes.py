@@ -60,7 +60,7 @@ class ShadowTapes:
             self._stays = self._copies.has_room(_ROOM_FOR_TAPES * self._tapes * off_loaded.copied_bytes)
         if self._stays:
             return
-        tape.off_loaded = off_loaded
+        tape.set_off_loaded(off_loaded)
         self._waiting = segment, tape, off_loaded
         self._try_to_leave()
 
@@ -93,6 +93,6 @@ class ShadowTapes:
     def _allocate(self, sizes: list[int]) -> None:
         """Allocate slabs in a thread: it takes milliseconds for each megabyte."""
         if self._allocating is None or self._allocating.done():
-            call = self._clock.run_in_thread(self._copies.pool.add_slabs, sizes)
+            call = self._clock.run_in_thread(self._copies.add_slabs, sizes)
             self._allocating = asyncio.ensure_future(call)
             self._allocating.add_done_callback(lambda task: task.cancelled() or task.exception())

@@ -129,10 +129,9 @@ class TrainLoop:
 
     def _report_memory_full(self, needed: int) -> None:
         """Report to the leader that forwards of shadow replicas are left out, for which there is no host memory."""
-        context, pool = self._context, self._state.copies.pool
-        context.send_to_leader(
-            messages.ShadowMemoryFull(context.worker, self._epoch.number, needed, pool.lent_bytes, pool.cap)
-        )
+        context, copies = self._context, self._state.copies
+        lent, cap = copies.pool.lent_bytes, copies.pool.cap
+        context.send_to_leader(messages.ShadowMemoryFull(context.worker, self._epoch.number, needed, lent, cap))
 
     def _report_handoff_received(self) -> None:
         self._context.send_to_leader(messages.HandoffReceived(self._context.worker, self._epoch.number))

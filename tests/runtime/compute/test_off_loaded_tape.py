@@ -14,6 +14,7 @@ from tests.cached_runs import cached_setup, reference_result
 from tests.runtime.sample_jobs import JOBS, job_around, job_with, tiny_gpt
 from tests.runtime.sample_layers import Dense
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from culm.device.device_copies import DeviceCopies
@@ -192,6 +193,26 @@ def test_gradients_of_all_kinds_of_graphs_have_the_same_bits(splits: bool) -> No
     for ours, wanted in zip(gradients(leaves=True), gradients(leaves=False), strict=True):
         assert torch.equal(ours, wanted)
         assert ours.stride() == wanted.stride()
+
+
+def test_compiled_layers_leave_and_come_back_without_another_compilation() -> None:
+    job = job_around(Wide, Dense, compile=True)
+
+    def gradients(*, leaves: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        segment, tape = forward_of(job, (1, 2))
+        if leaves:
+            assert leave(tape).copied_bytes > 0
+        else:
+            tape.off_loaded = None
+        found = segment.backward(0, 0, (torch.linspace(-1, 1, 12).reshape(2, 6),))
+        weights = [p.grad for layer in segment.layers for p in layer.trainable.values()]
+        return [g for g in (*found, *weights) if g is not None]
+
+    wanted = gradients(leaves=False)
+    compiled = counters["frames"]["total"]
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(gradients(leaves=True), wanted, strict=True))
+    assert counters["frames"]["total"] == compiled
 
 
 class Overwriting(nn.Module):

@@ -76,6 +76,10 @@ class Tape:
         """Whether it has left the device."""
         return self.off_loaded is not None and self.off_loaded.is_on_host
 
+    def set_off_loaded(self, off_loaded: OffLoadedTape) -> None:
+        """Set what may leave the device."""
+        self.off_loaded = off_loaded
+
     def bring_back(self) -> None:
         """Before a backward: have everything on the device."""
         if self.off_loaded is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import math
 import select
 import socket
@@ -17,6 +18,7 @@ from culm.transport.frames import frame_codec
 from culm.transport.frames.encrypted_socket import drop_sent
 from culm.transport.frames.encryption_policy import EncryptionPolicy
 from culm.transport.frames.handshake import FrameSocket, authenticate_to_listener
+from culm.transport.frames.lanes import OutboundLanes
 from culm.transport.frames.mailbox import Mailbox
 from culm.transport.interface import Address, FrameKey, FrameMemory
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
     from culm.device.shared_chunks import PageLocker
     from culm.transport.frames.io_thread import SocketIOThread
+    from culm.transport.frames.lanes import InboundLanes
     from culm.transport.frames.shared_memory import MappedChunks, SharedFrames
 
 HANDSHAKE_S = 10.0
@@ -65,6 +68,7 @@ class OutboundConnection:
         self._sent_frames = SentFrames()
         self._announced_chunks: set[int] = set()
         self._confirmed_chunks: set[int] = set()
+        self._lanes: OutboundLanes | None = None
         self.may_share = False
         """Whether the other end is on this machine, judging by its address, and encryption was not requested."""
         self._broken = False
@@ -82,22 +86,26 @@ class OutboundConnection:
         return time.monotonic() - self._broke_at if self._broken else 0.0
 
     def dial(
-        self, secret: bytes, own_address: Address, policy: EncryptionPolicy, unacknowledged_s: float = HANDSHAKE_S
+        self,
+        secret: bytes,
+        own_address: Address,
+        policy: EncryptionPolicy,
+        unacknowledged_s: float = HANDSHAKE_S,
+        lanes: int = 0,
     ) -> None:
+        """`lanes`: connections for large payloads, opened when there is one; 0: none."""
         with self._condition:
             if self._dialled:
                 return
             self._dialled = True
-        threading.Thread(
-            target=self._connect, args=(secret, own_address, policy, unacknowledged_s), name="culm-dial", daemon=True
-        ).start()
+            connect = functools.partial(_open_socket, self._to, secret, own_address, policy, unacknowledged_s)
+            if lanes:
+                self._lanes = OutboundLanes(connect, lanes, self.fail)
+        threading.Thread(target=self._connect, args=(connect,), name="culm-dial", daemon=True).start()
 
-    def _connect(self, secret: bytes, own_address: Address, policy: EncryptionPolicy, unacknowledged_s: float) -> None:
-        host, _, port = self._to.rpartition(":")
+    def _connect(self, connect: Callable[[], FrameSocket]) -> None:
         try:
-            plain = socket.create_connection((host, int(port)), timeout=HANDSHAKE_S)
-            sock = authenticate_to_listener(plain, secret, own_address, self._to, policy)
-            set_socket_options(sock, unacknowledged_s)
+            sock = connect()
         except (OSError, RunError, ValueError):
             self.fail()
             return
@@ -133,6 +141,11 @@ class OutboundConnection:
                 if chunk.chunk not in self._announced_chunks:
                     self._announced_chunks.add(chunk.chunk)
                     self.send(frame_codec.encode_announcement(chunk))
+        elif self._lanes is not None and sum(map(len, frame.payload)) > frame_codec.PIECE_BYTES:
+            self._lanes.start()
+            if self._lanes.is_open:
+                self.send(frame.header_for_lanes(self._lanes.send(frame)))
+                return
         self.send(buffers)
 
     def confirm_chunk(self, chunk: int) -> None:
@@ -201,6 +214,8 @@ class OutboundConnection:
         if not self._broken:
             self._broken, self._broke_at = True, time.monotonic()
             self._queue.clear()
+            if self._lanes is not None:
+                self._lanes.stop()
             self._condition.notify_all()
             if self._sock is not None or not self._is_redial:
                 self._on_lost(self._to)
@@ -209,6 +224,8 @@ class OutboundConnection:
         """Wait until the kernel has all data, for up to `seconds`; not for an endpoint that is being redialled."""
         with self._condition:
             self._condition.wait_for(lambda: not self._queue or self._broken or self._is_redialling, timeout=seconds)
+        if self._lanes is not None:
+            self._lanes.drain(seconds)
 
     @property
     def _is_redialling(self) -> bool:
@@ -221,6 +238,19 @@ class OutboundConnection:
     def close_socket(self) -> None:
         if self._sock is not None:
             self._sock.close()
+        if self._lanes is not None:
+            self._lanes.stop()
+
+
+def _open_socket(
+    to: Address, secret: bytes, own_address: Address, policy: EncryptionPolicy, unacknowledged_s: float
+) -> FrameSocket:
+    """An authenticated connection to an endpoint."""
+    host, _, port = to.rpartition(":")
+    plain = socket.create_connection((host, int(port)), timeout=HANDSHAKE_S)
+    sock = authenticate_to_listener(plain, secret, own_address, to, policy)
+    set_socket_options(sock, unacknowledged_s)
+    return sock
 
 
 def _within_machine(sock: socket.socket) -> bool:
@@ -285,13 +315,20 @@ class InboundConnection:
         on_dropped: Callable[[Address, int], None],
         allocate: FrameMemory | None = None,
         find_locker: Callable[[], PageLocker | None] = lambda: None,
+        find_lanes: Callable[[Address, bytes], InboundLanes] | None = None,
     ) -> None:
         """`on_damaged` is called with the sender and the key of a frame that arrived damaged (None: of a header, which
         breaks the connection), `on_transport_message` with what the other transport says (of a chunk, once it is
         mapped), `on_dropped` with the number of a frame in shared memory that is not used any more. `allocate`,
-        `find_locker`: see Transport.set_frame_memory."""
+        `find_locker`: see Transport.set_frame_memory. `find_lanes` returns the lanes of a sender by their token; None:
+        there are none."""
         self._allocate, self._find_locker = allocate, find_locker
         self._on_dropped = on_dropped
+        self._find_lanes = find_lanes
+        self._lanes: InboundLanes | None = None
+        """Where the payloads of this connection arrive, once there is one."""
+        self._lane_token: bytes | None = None
+        """The lanes that this connection becomes one of."""
         self._mapped: MappedChunks | None = None
         self._sock, self._sender, self._mailbox, self._deliver = sock, sender, mailbox, deliver
         self._on_damaged, self._on_transport_message = on_damaged, on_transport_message
@@ -314,7 +351,7 @@ class InboundConnection:
 
     def _read(self) -> bool:
         try:
-            while True:
+            while self._lane_token is None:
                 while self._pending_buffers:
                     part = self._pending_buffers[0]
                     count = self._sock.recv_into(part)
@@ -325,12 +362,16 @@ class InboundConnection:
                     else:
                         self._pending_buffers[0] = part[count:]
                 self._advance()
+            self._ended = True
+            return False
         except BlockingIOError:
             return True
         except (OSError, ValueError, KeyError, TypeError) as error:
             self._ended = True
             if self._mapped is not None:
                 self._mapped.close()
+            if self._lanes is not None:
+                self._lanes.end()
             if isinstance(error, frame_codec.DamagedHeader):
                 self._on_damaged(self._sender, None)
             self._deliver(self._sender, None)
@@ -351,6 +392,11 @@ class InboundConnection:
                 self._handle_message(parsed)
                 self._start_frame()
                 return
+            if parsed.lanes is not None:
+                self._lanes = self._lanes_of(parsed.lanes.token)
+                self._lanes.expect(parsed, parsed.lanes, self._payload_buffers(parsed), self._sock)
+                self._start_frame()
+                return
             self._frame = parsed
             if not parsed.shared_chunks:
                 self._pending_buffers.extend(self._payload_buffers(parsed))
@@ -363,6 +409,8 @@ class InboundConnection:
             self._deliver(self._sender, message)
         elif isinstance(message, frame_codec.ChunkAnnouncement):
             self._map(message)
+        elif isinstance(message, frame_codec.LaneOpening):
+            self._lane_token = message.token
         else:
             self._on_transport_message(self._sender, message)
 
@@ -379,14 +427,11 @@ class InboundConnection:
 
     def _end_frame(self, frame: frame_codec.FrameHeader) -> None:
         """Deliver a complete frame, or ask for it again if it is damaged."""
-        if frame_codec.checksum(self._payload_buffers(frame)) != frame.checksum:
-            self._on_damaged(self._sender, frame.key)
-            return
-        tensors = self._copies_of_unlocked(frame) if frame.shared_chunks else frame.tensors
-        for tensor, required in zip(tensors, frame.requires_grad, strict=True):
-            if tensor is not None and required:
-                tensor.requires_grad_(True)
-        self._mailbox.put(frame.key, tuple(tensors))
+        digest = frame_codec.checksum(self._payload_buffers(frame))
+        tensors = frame.tensors
+        if digest == frame.checksum and frame.shared_chunks:
+            tensors = self._copies_of_unlocked(frame)
+        deliver_frame(frame, digest, tensors, self._sender, self._mailbox, self._on_damaged)
 
     def _copies_of_unlocked(self, frame: frame_codec.FrameHeader) -> list[Tensor | None]:
         """The tensors of a frame in shared memory. Those that are not page-locked are copied where a device wants that,
@@ -411,4 +456,35 @@ class InboundConnection:
         return self._sock.fileno()
 
     def close_socket(self) -> None:
-        self._sock.close()
+        """Close the socket, or hand it to the lanes that it is one of. Nobody watches it any more."""
+        if self._lane_token is None:
+            self._sock.close()
+            return
+        self.set_low_watermark(1)
+        try:
+            self._lanes_of(self._lane_token).add_lane(self._sock)
+        except (OSError, ValueError):
+            self._sock.close()
+
+    def _lanes_of(self, token: bytes) -> InboundLanes:
+        if self._find_lanes is None:
+            raise ValueError("this endpoint receives no payloads over other connections")
+        return self._find_lanes(self._sender, token)
+
+
+def deliver_frame(
+    frame: frame_codec.FrameHeader,
+    digest: int,
+    tensors: list[Tensor | None],
+    sender: Address,
+    mailbox: Mailbox,
+    on_damaged: Callable[[Address, FrameKey | None], None],
+) -> None:
+    """Deliver a complete frame; with another checksum than that of its header, ask for it again."""
+    if digest != frame.checksum:
+        on_damaged(sender, frame.key)
+        return
+    for tensor, required in zip(tensors, frame.requires_grad, strict=True):
+        if tensor is not None and required:
+            tensor.requires_grad_(True)
+    mailbox.put(frame.key, tuple(tensors))

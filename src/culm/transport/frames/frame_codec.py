@@ -3,7 +3,9 @@
     prefix   12 bytes: length of the header (4), its checksum (8)
     header   msgpack: ("f", epoch, step, name, checksum of the payload,
                        [(dtype, shape, strides, requires_grad) or nil, ...]),
-                       and for a frame in shared memory a SharedPlace instead of a payload,
+                       for a frame in shared memory a SharedPlace instead of a payload, and for a
+                       payload over other connections nil and a LanePlace,
+             ("p", token): what follows on this connection are pieces (culm.transport.frames.lanes),
              ("l", message), ("r", epoch, step, name): send this frame again,
              ("m", ...): a chunk of shared memory (ChunkAnnouncement), ("o", chunk, process): it is mapped,
              ("a", number, ...): the receiver has dropped these frames of shared memory
@@ -84,6 +86,15 @@ class SharedPlace(NamedTuple):
     """(chunk, offset) of each tensor that has elements, unless they lie one after the other."""
 
 
+class LanePlace(NamedTuple):
+    """Says over which connections the payload of a frame arrives."""
+
+    token: bytes
+    """Chosen by the sender for these connections."""
+    number: int
+    """Of the frame, unique for the token."""
+
+
 class EncodedFrame(NamedTuple):
     """A frame before it is decided how its payload travels."""
 
@@ -99,6 +110,10 @@ class EncodedFrame(NamedTuple):
     def header_for(self, place: SharedPlace) -> list[memoryview]:
         """The header alone, for a payload in shared memory."""
         return [_with_prefix(_encode(("f", *self.key, self.checksum, self.descriptions, place)))]
+
+    def header_for_lanes(self, place: LanePlace) -> list[memoryview]:
+        """The header alone, for a payload over other connections."""
+        return [_with_prefix(_encode(("f", *self.key, self.checksum, self.descriptions, None, place)))]
 
 
 def encode_frame(key: FrameKey, tensors: Sequence[Tensor | None]) -> EncodedFrame:
@@ -125,18 +140,27 @@ def checksum(buffers: Iterable[memoryview]) -> int:
     """The checksum of consecutive buffers. That of many bytes is made of those of pieces, which threads can compute
     side by side: a receiver waits for it twice."""
     parts = list(buffers)
-    if sum(map(len, parts)) <= _PIECE_BYTES:
+    if sum(map(len, parts)) <= PIECE_BYTES:
         digest = xxhash.xxh3_64()
         for buffer in parts:
             digest.update(buffer)
         return digest.intdigest()
-    pieces = [part[start : start + _PIECE_BYTES] for part in parts for start in range(0, len(part), _PIECE_BYTES)]
     run = map if _threads is None else _threads.map
-    digests = list(run(xxhash.xxh3_64_intdigest, pieces))
+    return combine_digests(list(run(xxhash.xxh3_64_intdigest, cut_pieces(parts))))
+
+
+def cut_pieces(parts: Iterable[memoryview]) -> list[memoryview]:
+    """The pieces of a payload of more than PIECE_BYTES."""
+    return [part[start : start + PIECE_BYTES] for part in parts for start in range(0, len(part), PIECE_BYTES)]
+
+
+def combine_digests(digests: Sequence[int]) -> int:
+    """The checksum of a payload from those of its pieces."""
     return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(digests)}Q", *digests))
 
 
-_PIECE_BYTES = 4 << 20
+PIECE_BYTES = 4 << 20
+"""Payloads of up to this size are one piece."""
 _MOST_THREADS = 4
 _threads: Executor | None = None
 
@@ -167,6 +191,11 @@ def encode_announcement(announced: ChunkAnnouncement) -> list[memoryview]:
     return [_with_prefix(_encode(("m", *announced)))]
 
 
+def encode_lane_opening(token: bytes) -> list[memoryview]:
+    """The buffers of the first message of a connection for pieces."""
+    return [_with_prefix(_encode(("p", token)))]
+
+
 def encode_confirmation(chunk: int, process: int) -> list[memoryview]:
     """The buffers of the message that this process has mapped a chunk."""
     return [_with_prefix(_encode(("o", chunk, process)))]
@@ -184,6 +213,12 @@ class ChunkConfirmation(NamedTuple):
     process: int
 
 
+class LaneOpening(NamedTuple):
+    """What follows on this connection are pieces of frames."""
+
+    token: bytes
+
+
 class Acknowledgement(NamedTuple):
     """A receiver has dropped frames in shared memory."""
 
@@ -197,7 +232,7 @@ class ResendRequest(NamedTuple):
 
 
 class FrameHeader(NamedTuple):
-    """A frame whose payload follows, or is in shared memory."""
+    """A frame whose payload follows, is in shared memory, or arrives over other connections."""
 
     key: FrameKey
     tensors: list[Tensor | None]
@@ -206,9 +241,11 @@ class FrameHeader(NamedTuple):
     checksum: int
     shared_chunks: tuple[int, ...] = ()
     """The chunk of each tensor that has elements, if they are in shared memory; empty: the payload follows."""
+    lanes: LanePlace | None = None
+    """Set if the payload arrives over other connections."""
 
 
-TransportMessage: TypeAlias = ResendRequest | ChunkAnnouncement | ChunkConfirmation | Acknowledgement
+TransportMessage: TypeAlias = ResendRequest | ChunkAnnouncement | ChunkConfirmation | Acknowledgement | LaneOpening
 """What one transport tells another."""
 Header: TypeAlias = FrameHeader | TransportMessage | bytes
 """What follows a prefix; bytes: a control message."""
@@ -285,24 +322,17 @@ def decode_header(
     """
     try:
         kind, *fields = _decode(header)
-        if kind == "l" and isinstance(fields[0], bytes):
-            return fields[0]
-        if kind == "m":
-            chunk, process, descriptor, size, token, keeps_pages = fields
-            return ChunkAnnouncement(
-                int(chunk), int(process), int(descriptor), int(size), bytes(token), bool(keeps_pages)
-            )
-        if kind == "o":
-            return ChunkConfirmation(int(fields[0]), int(fields[1]))
-        if kind == "a":
-            return Acknowledgement(tuple(map(int, fields)))
+        message = _decode_message(kind, fields)
+        if message is not None:
+            return message
         key = FrameKey(int(fields[0]), int(fields[1]), str(fields[2]))
         if kind == "r":
             return ResendRequest(key)
         payload_digest, descriptions, *places = fields[3:]
         requires_grad = [d is not None and bool(d[3]) for d in descriptions]
         shared_chunks: tuple[int, ...] = ()
-        if places:
+        lanes = LanePlace(bytes(places[1][0]), int(places[1][1])) if len(places) > 1 else None
+        if places and lanes is None:
             chunk, offset, number, spots = places[0]
             place = SharedPlace(int(chunk), int(offset), int(number), tuple((int(c), int(at)) for c, at in spots))
             if find_shared is None:
@@ -313,9 +343,25 @@ def decode_header(
         else:
             found = _allocate_tensors(descriptions, allocate)
         tensors = _with_gaps(found, descriptions)
-        return FrameHeader(key, tensors, requires_grad, int(payload_digest), shared_chunks)
+        return FrameHeader(key, tensors, requires_grad, int(payload_digest), shared_chunks, lanes)
     except (msgspec.MsgspecError, RuntimeError, LookupError, TypeError, ValueError) as error:
         raise ValueError(f"not a frame: {error}") from None
+
+
+def _decode_message(kind: str, fields: list[Any]) -> bytes | TransportMessage | None:
+    """A message without a frame key; None: it is of another kind."""
+    if kind == "l" and isinstance(fields[0], bytes):
+        return fields[0]
+    if kind == "m":
+        chunk, process, descriptor, size, token, keeps_pages = fields
+        return ChunkAnnouncement(int(chunk), int(process), int(descriptor), int(size), bytes(token), bool(keeps_pages))
+    if kind == "o":
+        return ChunkConfirmation(int(fields[0]), int(fields[1]))
+    if kind == "p":
+        return LaneOpening(bytes(fields[0]))
+    if kind == "a":
+        return Acknowledgement(tuple(map(int, fields)))
+    return None
 
 
 class DamagedHeader(ValueError):

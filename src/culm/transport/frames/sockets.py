@@ -25,10 +25,17 @@ from typing import TYPE_CHECKING
 from culm.device.device_sums import NO_GPUS, find_obstacle
 from culm.errors import RunError, UsageError
 from culm.transport.frames import frame_codec
-from culm.transport.frames.connections import HANDSHAKE_S, InboundConnection, OutboundConnection, set_socket_options
+from culm.transport.frames.connections import (
+    HANDSHAKE_S,
+    InboundConnection,
+    OutboundConnection,
+    deliver_frame,
+    set_socket_options,
+)
 from culm.transport.frames.encryption_policy import EncryptionPolicy, encrypts_host
 from culm.transport.frames.handshake import authenticate_dialler
 from culm.transport.frames.io_thread import SocketIOThread
+from culm.transport.frames.lanes import LANES, InboundLanes
 from culm.transport.frames.mailbox import Mailbox
 from culm.transport.interface import (
     Address,
@@ -73,11 +80,13 @@ class SocketTransport:
         unacknowledged_s: float = HANDSHAKE_S,
         encryption: EncryptionPolicy = "auto",
         min_shared_bytes: int | None = MIN_SHARED_BYTES,
+        lanes: int = LANES,
     ) -> None:
         """`spin_s`: how long a receive polls before it sleeps. `unacknowledged_s`: a connection breaks when the other
         end acknowledges nothing for that long. `encryption`: the same at all endpoints of a run. `min_shared_bytes`:
         frames from this size on travel through shared memory to processes of this machine, unless the connection is
-        encrypted; None: no frames."""
+        encrypted; None: no frames. `lanes`: further connections to each endpoint for payloads of more than 4 MiB; 0:
+        they follow their header."""
         self._secret, self._encryption = secret, encryption
         self._spin_s, self._unacknowledged_s = spin_s, unacknowledged_s
         self._closed = False
@@ -95,6 +104,9 @@ class SocketTransport:
         self._shared_memory: SharedHostMemory | None = None
         self._min_shared_bytes = math.inf if min_shared_bytes is None else min_shared_bytes
         self._shared_frames: SharedFrames | None = None
+        self._lanes = lanes
+        self._inbound_lanes: dict[tuple[Address, bytes], InboundLanes] = {}
+        """By sender and token."""
         self._dropped: collections.deque[tuple[Address, int]] = collections.deque()
         """Frames of shared memory, by sender, that are not used any more here and not acknowledged yet."""
         self._frame_groups: weakref.WeakSet[FrameGroup] = weakref.WeakSet()
@@ -202,6 +214,8 @@ class SocketTransport:
         )
         self._loop.remove_reader(self._io_thread.inbound_epoll.fileno())
         self._io_thread.stop()
+        for lanes in list(self._inbound_lanes.values()):
+            lanes.close()
         if self._shared_frames is not None:
             self._shared_frames.close()
 
@@ -216,7 +230,7 @@ class SocketTransport:
                     connection = self._outbound[to] = OutboundConnection(
                         self._io_thread, to, self._report_lost, is_redial=connection is not None
                     )
-            connection.dial(self._secret, self.address, self._encryption, self._unacknowledged_s)
+            connection.dial(self._secret, self.address, self._encryption, self._unacknowledged_s, self._lanes)
         return connection
 
     def _forget_broken_connections(self) -> None:
@@ -259,8 +273,30 @@ class SocketTransport:
                 self._handle_dropped_frame,
                 self._allocate_frame,
                 lambda: None if self._shared_memory is None else self._shared_memory.locker,
+                self._find_lanes,
             )
         )
+
+    def _find_lanes(self, sender: Address, token: bytes) -> InboundLanes:
+        """The lanes of a sender. May be called from any thread. Raises ValueError."""
+
+        def deliver(frame: frame_codec.FrameHeader, digest: int) -> None:
+            deliver_frame(frame, digest, frame.tensors, sender, self.mailbox, self._handle_damage)
+
+        def forget() -> None:
+            self._inbound_lanes.pop((sender, token), None)
+
+        def report_damage() -> None:
+            self._handle_damage(sender, None)
+
+        with self._lock:
+            if self._closed:
+                raise ValueError("the endpoint is closed")
+            if (sender, token) not in self._inbound_lanes:
+                self._inbound_lanes[sender, token] = InboundLanes(
+                    deliver, self._io_thread.read_inbound, report_damage, forget
+                )
+            return self._inbound_lanes[sender, token]
 
     def _handle_damage(self, sender: Address, key: FrameKey | None) -> None:
         """Ask for a damaged frame again, and report the damage. May be called from any thread."""
