@@ -80,7 +80,7 @@ def _is_idle(state: WorkerState) -> bool:
 def run(setup: RunSetup, faults: Faults, device: SimulatedDevice, *, exact: bool = True) -> SimulatedRun:
     job = sweep_job(exact)
     found = run_and_compare(job, setup, faults, device.seed, reference_result(job), device=device)
-    assert not found.unstruck_faults(faults)
+    assert not found.faults_not_reached(faults)
     return found
 
 

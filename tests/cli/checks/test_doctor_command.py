@@ -67,7 +67,7 @@ def test_a_machine_that_can_run_the_tests_is_fit_but_for_an_etcd_that_is_not_the
 
 
 @pytest.mark.parametrize("same", [True, False])
-def test_on_a_gpu_a_run_with_a_loss_is_compared_with_an_undisturbed_one(
+def test_on_a_gpu_a_run_with_a_loss_is_compared_with_a_failure_free_one(
     same: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A single process computes on the CPU, whose kernels have other bits."""
@@ -83,9 +83,9 @@ def test_on_a_gpu_a_run_with_a_loss_is_compared_with_an_undisturbed_one(
     monkeypatch.setattr(device, "select_device", lambda job: torch.device("cuda"))
     monkeypatch.setattr(device, "fingerprint", lambda job: "an H200")
     if same:
-        assert "equal those of an undisturbed run" in _run_with_kill()
+        assert "equal those of a failure-free run" in _run_with_kill()
     else:
-        with pytest.raises(RunError, match="differ from those of an undisturbed run"):
+        with pytest.raises(RunError, match="differ from those of a failure-free run"):
             _run_with_kill()
     assert list(map(bool, runs)) == [True, False]
 

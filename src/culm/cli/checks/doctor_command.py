@@ -204,7 +204,7 @@ async def _time_etcd_writes(access: EtcdAccess) -> str:
 
 def _run_with_kill() -> str:
     """Run two nodes, on the GPU if there is one, and kill one. Raises RunError unless the weights equal those of a
-    single process, or on a GPU, whose kernels compute other bits than a CPU, those of an undisturbed run."""
+    single process, or on a GPU, whose kernels compute other bits than a CPU, those of a failure-free run."""
     from culm.cli.progress_display import ProgressDisplay
     from culm.cli.running.run_launcher import launch_run
     from culm.config import RunConfig
@@ -224,7 +224,7 @@ def _run_with_kill() -> str:
     began = time.perf_counter()
     summary = run("node=1 step=1 at=0B2")
     took = time.perf_counter() - began
-    peer = "an undisturbed run" if on_gpu else "a single process"
+    peer = "a failure-free run" if on_gpu else "a single process"
     expected = run()["weights_sha256"] if on_gpu else reference(job).weights_sha256
     if summary["preemptions"] != 1 or summary["weights_sha256"] != expected:
         raise RunError(f"after the loss of a node the weights differ from those of {peer}: please report this")
