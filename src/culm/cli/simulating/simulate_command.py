@@ -397,7 +397,7 @@ def _print_outcomes(
     names = Column("strategy", min_width=max(map(len, outcomes)))
     table = Table(
         names, "samples/s", "loss-free", "of ideal", "$/h", "value", "$ per million", "training", "lost work",
-        Column("rollbacks", min_width=len("rollbacks")), box=box.SIMPLE, pad_edge=False,
+        "rollbacks", box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0),
     )  # fmt: skip
     for outcome in _by_cost(outcomes.values()):
         table.add_row(*_outcome_row(outcome, workload))
