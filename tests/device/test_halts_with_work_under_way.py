@@ -120,7 +120,7 @@ def test_the_next_weights_do_not_wait_for_the_copies_of_sums_that_are_kept(
     step_replica = OptimizerStep._step_replica
 
     def noted(self: OptimizerStep, step: int, *arguments: Any) -> None:
-        kept = self._state.open_step(step).reduced_gradients.values()
+        kept = self._state.open_steps[step].reduced_gradients.values()
         under_way.append(any(not each.event.is_complete() for each in kept))
         step_replica(self, step, *arguments)
 

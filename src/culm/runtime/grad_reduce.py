@@ -105,7 +105,7 @@ class SegmentGradientReducer:
             reduced = await self._all_reduce(self._groups[g, runners], totals, metadata)
         else:
             reduced = self._copy_sums(totals, metadata)
-        self._state.open_step(step).loaded_segments.add(g)
+        self._state.open_steps[step].loaded_segments.add(g)
         self._store_reduced(step, g, reduced)
         receivers = self._receiver_slots(step, g, runners)
         if receivers and not reduced.event.is_complete():
@@ -119,7 +119,7 @@ class SegmentGradientReducer:
     async def _send_when_copied(self, step: int, g: int, receivers: Sequence[int]) -> None:
         """Send a complete sum once it is in host memory. The step does not wait for that."""
         frame = self._sum_frame(step, g)  # now: the step may be committed meanwhile
-        await self._state.open_step(step).reduced_gradients[g].event.wait()
+        await self._state.open_steps[step].reduced_gradients[g].event.wait()
         for slot in receivers:
             self._context.send(slot, step, reduced_frame_name(g), frame)
 
@@ -174,7 +174,7 @@ class SegmentGradientReducer:
 
     def _store_reduced(self, step: int, g: int, gradient_sum: GradientSum) -> None:
         """Store the totals of a complete sum and, where outputs are kept until the commit, the sum itself."""
-        open_step = self._state.open_step(step)
+        open_step = self._state.open_steps[step]
         stats = self._state.stats_for(step, g, self._context.segment(g))
         open_step.segment_totals[g] = stats.read_totals(gradient_sum.metadata, self._epoch.dropped_in(step))
         if self._epoch.keeps_outputs:
@@ -185,7 +185,7 @@ class SegmentGradientReducer:
         self._context.send(slot, step, reduced_frame_name(g), self._sum_frame(step, g))
 
     def _sum_frame(self, step: int, g: int) -> list[Tensor]:
-        total = self._state.open_step(step).reduced_gradients[g]
+        total = self._state.open_steps[step].reduced_gradients[g]
         stats = self._state.stats_for(step, g, self._context.segment(g))
         return [*total.totals, total.metadata, *stats.statistics_template()]
 

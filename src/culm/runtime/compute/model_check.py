@@ -238,7 +238,7 @@ def _run_layer(job: Job, layer: LayerReplica, values: Activations) -> tuple[Acti
     with (
         _FlopCounter() as flops,
         torch.autograd.graph.saved_tensors_hooks(saved, lambda tensor: tensor),
-        buffer_statistics.collecting_records() as recorded,
+        buffer_statistics.RecordCollector() as recorded,
         refusing_records(),
     ):
         outputs = call_layer(layer, values, derive_seed(job.seed, 0, 0, layer.index))
