@@ -31,9 +31,10 @@ providers reads launches, job archives and join tokens from machines. No two mod
     providers/   start nodes; execute a run
     machines/    machines that join a run: store, tokens, job archives, providers of machines
     training     culm.train, culm.start and culm.join
-    running_jobs  culm.attach and culm.stop: running jobs of this machine
+    running_jobs  culm.attach, culm.logs and culm.stop: running jobs of this machine
     launching    culm.launch, culm.list_jobs and culm.down: machines that culm starts and ends
-    run_results  culm.export and culm.cost: the weights of a run, and what it has cost
+    run_results  culm.export, culm.cost, culm.report and culm.replay: what a run has left
+    background_services  culm.head, culm.head_token and culm.dash: stores and pages that this process serves
     gnn/         graph networks on servers and elastic workers
     testing/     public: the reference loop, the simulated cluster, faults
     verification/  culm.verify: prove a run by retraining it between its checkpoints
@@ -53,13 +54,16 @@ from culm.version import __version__
 
 if TYPE_CHECKING:
     from culm import hf
+    from culm.background_services import RunningHead, RunPage, dash, head, head_token
     from culm.checkpoint.export import ExportReport
+    from culm.cluster.leader.output.input_log import LeaderReplay
     from culm.config import RunConfig
     from culm.launching import down, launch, list_jobs
     from culm.machines.job_list import JobStatus
     from culm.market.cost_record import CostRecord
-    from culm.run_results import cost, export
-    from culm.running_jobs import attach, stop
+    from culm.observe.report.write_report import RunReport
+    from culm.run_results import cost, export, replay, report
+    from culm.running_jobs import attach, logs, stop
     from culm.summary import Summary
     from culm.training import join, start, train
     from culm.verification.verification_result import Verification
@@ -73,21 +77,31 @@ __all__ = [
     "ExportReport",
     "Job",
     "JobStatus",
+    "LeaderReplay",
     "Metric",
     "Monitor",
     "RunConfig",
+    "RunPage",
+    "RunReport",
+    "RunningHead",
     "Summary",
     "Verification",
     "__version__",
     "attach",
     "cost",
+    "dash",
     "down",
     "export",
+    "head",
+    "head_token",
     "hf",
     "join",
     "launch",
     "list_jobs",
+    "logs",
     "record",
+    "replay",
+    "report",
     "start",
     "stop",
     "train",
@@ -98,16 +112,26 @@ _LAZY = {
     "CostRecord": "culm.market.cost_record",
     "ExportReport": "culm.checkpoint.export",
     "JobStatus": "culm.machines.job_list",
+    "LeaderReplay": "culm.cluster.leader.output.input_log",
     "RunConfig": "culm.config",
+    "RunPage": "culm.background_services",
+    "RunReport": "culm.observe.report.write_report",
+    "RunningHead": "culm.background_services",
     "Summary": "culm.summary",
     "Verification": "culm.verification.verification_result",
     "attach": "culm.running_jobs",
     "cost": "culm.run_results",
+    "dash": "culm.background_services",
     "down": "culm.launching",
     "export": "culm.run_results",
+    "head": "culm.background_services",
+    "head_token": "culm.background_services",
     "join": "culm.training",
     "launch": "culm.launching",
     "list_jobs": "culm.launching",
+    "logs": "culm.running_jobs",
+    "replay": "culm.run_results",
+    "report": "culm.run_results",
     "start": "culm.training",
     "stop": "culm.running_jobs",
     "train": "culm.training",
