@@ -60,7 +60,7 @@ def test_fleets_are_found(capsys: pytest.CaptureFixture[str]) -> None:
         "--deadline", "14d",
     )  # fmt: skip
     assert found.answer.cheapest is not None
-    assert found.answer.cheapest.usd == pytest.approx(told["cheapest"]["cost_usd"])
+    assert found.answer.cheapest.usd == pytest.approx(told["cheapest"]["usd"])
     assert list(found.notes) == told["notes"]
     with pytest.raises(culm.CulmError, match="no fleet"):
         culm.find_fleets("gpt-2-medium", tokens=1e9, instance="g5.xlarge", nodes=2, max_usd=0.01)
