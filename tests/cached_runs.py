@@ -121,5 +121,5 @@ def run_with_faults(
     run = run_and_compare(
         job, cached_setup(job, **request), faults, 0, reference_result(job), cost=cost, latency=latency
     )
-    assert not run.unstruck_faults(faults), run.history
+    assert not run.faults_not_reached(faults), run.history
     return run

@@ -48,7 +48,7 @@ def reshaped(
         described, setup, faults=faults, cost=random_action_cost(0), latency=0.001, script=script, zones=zones
     )
     assert not list(differences(described, run, reference_result(described))), run.history
-    assert not run.unstruck_faults(faults)
+    assert not run.faults_not_reached(faults)
     return run
 
 

@@ -1,4 +1,4 @@
-"""`culm.export` and `culm.cost`: the weights of a run and what it has cost, from Python."""
+"""`culm.export`, `culm.cost`, `culm.report` and `culm.replay`: what a run has left, from Python."""
 
 from __future__ import annotations
 
@@ -92,3 +92,30 @@ def test_without_a_price_there_is_no_cost_and_without_a_run_an_error(tmp_path: P
     assert culm.cost(tmp_path / "a") is None
     with pytest.raises(culm.CulmError, match="there is no folder"):
         culm.cost(tmp_path / "nowhere")
+
+
+def test_a_report_is_written_and_its_facts_are_returned(
+    run: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, found = run
+    report = culm.report(folder, out=tmp_path / "a.html")
+    assert report.path == str(tmp_path / "a.html")
+    assert "<html" in (tmp_path / "a.html").read_text()
+    assert report.runs[0].summary["weights_sha256"] == found.weights_sha256
+    assert culm.report(folder, folder, writes=False).same_weights is True
+    monkeypatch.chdir(tmp_path)
+    assert culm.report(folder, folder).path == "report.html"
+    with pytest.raises(SystemExit):
+        main(("report", str(folder), "--json"))
+    assert json.loads(capsys.readouterr().out)["runs"][0]["steps"] == report.to_fields()["runs"][0]["steps"]
+    with pytest.raises(culm.CulmError, match="no run is named"):
+        culm.report()
+
+
+def test_the_decisions_of_the_leaders_are_repeated(run: tuple[Path, Any], tmp_path: Path) -> None:
+    (found,) = culm.replay(run[0])
+    assert found.equal
+    assert found.events > 3
+    assert str(found) == f"{found.log}: {found.events} events, the same instructions"
+    with pytest.raises(culm.CulmError, match="has no leader"):
+        culm.replay(tmp_path)

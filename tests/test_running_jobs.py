@@ -1,4 +1,4 @@
-"""`culm.attach` and `culm.stop`: jobs that run in the background are waited for and ended from Python."""
+"""`culm.attach`, `culm.logs` and `culm.stop`: jobs that run in the background, from Python."""
 
 from __future__ import annotations
 
@@ -50,6 +50,31 @@ def test_a_job_is_waited_for_and_its_summary_is_that_of_the_run(
     assert "steps " in capfd.readouterr().err
     with pytest.raises(culm.CulmError, match="job 'jobs' has ended already"):
         culm.stop(name)
+    lines = list(culm.logs(name))
+    assert lines[0].startswith(f"{BRIEF}: 1 x 2")
+    assert lines[-1] == f"finished: {summary.steps} steps"
+
+
+def test_of_a_folder_the_log_is_its_events(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_text('{"t": 0.5, "kind": "node_lost", "node": 3}\n{"t"')
+    assert list(culm.logs(tmp_path)) == [
+        "     0.500 s  node_lost  node=3", f"(a line of {tmp_path / 'events.jsonl'} cannot be read)",
+    ]  # fmt: skip
+    with pytest.raises(culm.CulmError, match="no job"):
+        culm.logs(tmp_path / "none")
+
+
+@pytest.mark.real
+def test_a_log_is_followed_until_the_job_is_stopped_or_the_iteration_is_left(tmp_path: Path) -> None:
+    name = culm.start(ENDLESS, stages=2, out=tmp_path / "a")
+    next(line for line in culm.logs(name, follow=True) if " step 1" in line)
+    following = culm.logs(name, follow=True)
+    next(line for line in following if " step 2" in line)
+    assert " step 1" in "".join(culm.logs(name))
+    stopped = culm.stop(name)
+    with pytest.raises(culm.CulmError) as ended:
+        list(following)
+    assert str(ended.value) == stopped
 
 
 @pytest.mark.real

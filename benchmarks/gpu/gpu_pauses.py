@@ -36,7 +36,7 @@ PAUSE_PARTS: tuple[PausePart, ...] = ("detect_ms", "decide_ms", "move_ms", "redo
 
 @dataclass(frozen=True, kw_only=True)
 class PauseScenario:
-    """Losses of one run. Times in undisturbed steps."""
+    """Losses of one run. Times in failure-free steps."""
 
     strategy: str
     losses: int = 10
@@ -74,9 +74,9 @@ class PauseRow(TypedDict):
     pauses: list[float]
     preemptions: int
     bit_identical: bool
-    """Whether weights, buffers and optimizer state equal those of the undisturbed run."""
+    """Whether weights, buffers and optimizer state equal those of the failure-free run."""
     step_s: float
-    """Of the undisturbed run."""
+    """Of the failure-free run."""
     reduce: list[str]
     """What summed gradients: nccl or gloo."""
     detect_ms: float
@@ -88,7 +88,7 @@ class PauseRow(TypedDict):
 def measure_pause(
     spec: GPTSpec, cut: StageCut, scenario: PauseScenario, fork_server: ForkServerClient, *, reduce: str = "auto"
 ) -> PauseRow:
-    """Run undisturbed, then with the losses. Raises RunError if a run is lost."""
+    """Run without losses, then with them. Raises RunError if a run is lost."""
     spec = replace(spec, micro_batches=scenario.micro_batches)
     calm, step_ends, _ = _run(spec, cut, scenario, fork_server, reduce, None)
     step_s = median(later - earlier for earlier, later in pairwise(step_ends))
@@ -119,7 +119,7 @@ def _run(
     reduce: str,
     step_s: float | None,
 ) -> tuple[Mapping[str, Any], list[float], list[str]]:
-    """The summary, when each step was committed, and what summed gradients. `step_s`: of an undisturbed run; None:
+    """The summary, when each step was committed, and what summed gradients. `step_s`: of a failure-free run; None:
     nobody is lost."""
     with tempfile.TemporaryDirectory(prefix="culm-bench-") as folder:
         request = RunConfig(

@@ -1,8 +1,8 @@
 """Goodput under preemptions: every strategy with the same preemptions, with emulated or real compute.
 
-Preemptions are scheduled by time, one per this many undisturbed steps, at seeded nodes and times; each node is replaced
-by a new one after a while. All strategies get the same preemptions, for as long as their run takes. Nodes are real
-processes and are killed by SIGKILL; with emulated compute only the layers sleep.
+Preemptions are scheduled by time, one per this many failure-free steps, at seeded nodes and times; each node is
+replaced by a new one after a while. All strategies get the same preemptions, for as long as their run takes. Nodes are
+real processes and are killed by SIGKILL; with emulated compute only the layers sleep.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TIMEOUT_S = 600.0
 
 @dataclass(frozen=True, kw_only=True)
 class PreemptionScenario:
-    """A job, its shape, and how often a node is lost. Times in undisturbed steps."""
+    """A job, its shape, and how often a node is lost. Times in failure-free steps."""
 
     pipelines: int
     stages: int
@@ -102,8 +102,8 @@ class FinishedRun:
         return median(self.steps_s)
 
 
-def run_undisturbed(scenario: PreemptionScenario, fork_server: ForkServerClient) -> FinishedRun:
-    """An undisturbed run with `none`: the reference of all others."""
+def run_failure_free(scenario: PreemptionScenario, fork_server: ForkServerClient) -> FinishedRun:
+    """A failure-free run with `none`: the reference of all others."""
     return _run_with_timeout(fork_server, scenario, scenario.request("none"), None)
 
 
@@ -188,17 +188,17 @@ def measure_grid(
     scenarios = [
         replace(scenario, action_s=action_s, steps_between_losses=n, steps=round(2 * n)) for action_s, n in cells
     ]
-    undisturbed = parallel_runs.run_all([partial(run_undisturbed, replace(each, steps=12)) for each in scenarios])
+    failure_free = parallel_runs.run_all([partial(run_failure_free, replace(each, steps=12)) for each in scenarios])
     rerouted = parallel_runs.run_all(
-        [partial(_run_reroute, each, calm_run.step_s) for each, calm_run in zip(scenarios, undisturbed, strict=True)]
+        [partial(_run_reroute, each, calm_run.step_s) for each, calm_run in zip(scenarios, failure_free, strict=True)]
     )
     baseline = [
         checkpoint_variants(each, calm_run.step_s, every=every, waits=(True,))
-        for each, calm_run in zip(scenarios, undisturbed, strict=True)
+        for each, calm_run in zip(scenarios, failure_free, strict=True)
     ]
     variant_runs = parallel_runs.run_all([variant for variants in baseline for variant in variants])
     checkpoints = [best_checkpoint(variant_runs[i * len(every) : (i + 1) * len(every)]) for i in range(len(scenarios))]
-    return [_make_cell(*cell) for cell in zip(scenarios, undisturbed, rerouted, checkpoints, strict=True)]
+    return [_make_cell(*cell) for cell in zip(scenarios, failure_free, rerouted, checkpoints, strict=True)]
 
 
 def _run_reroute(scenario: PreemptionScenario, step_s: float, fork_server: ForkServerClient) -> FinishedRun:
@@ -206,20 +206,20 @@ def _run_reroute(scenario: PreemptionScenario, step_s: float, fork_server: ForkS
 
 
 def _make_cell(
-    scenario: PreemptionScenario, undisturbed: FinishedRun, rerouted: FinishedRun, checkpoint: TunedCheckpoint
+    scenario: PreemptionScenario, failure_free: FinishedRun, rerouted: FinishedRun, checkpoint: TunedCheckpoint
 ) -> GridCell:
     return GridCell(
-        step_s=undisturbed.step_s,
+        step_s=failure_free.step_s,
         loss_every_steps=scenario.steps_between_losses,
-        reroute=rerouted.goodput / undisturbed.goodput,
-        checkpoint=checkpoint.run.goodput / undisturbed.goodput,
+        reroute=rerouted.goodput / failure_free.goodput,
+        checkpoint=checkpoint.run.goodput / failure_free.goodput,
         ratio=rerouted.goodput / checkpoint.run.goodput,
         checkpoint_every=checkpoint.every,
     )
 
 
 class GridCell(TypedDict):
-    """One cell of the grid; goodput as shares of the undisturbed run."""
+    """One cell of the grid; goodput as shares of the failure-free run."""
 
     step_s: float
     loss_every_steps: float

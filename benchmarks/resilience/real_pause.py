@@ -55,30 +55,30 @@ def measure_real_pauses(
     distinct_points = sorted(set(points))
     bounds = {(pause.node, pause.at): pause.bound for pause in simulated.measure_pauses(setup, job, distinct_points)}
     kills_by_run = [(), *((f"node={node} step={HIT_STEP} at={at}",) for node, at in points)]
-    (undisturbed_ends, _), *disturbed = parallel_runs.run_all(
+    (failure_free_ends, _), *disturbed = parallel_runs.run_all(
         [partial(_run_with_timeout, strategy, action_s, kills_of_run) for kills_of_run in kills_by_run]
     )
     return [
-        pause_of_run(step_ends, undisturbed_ends, summary["recoveries"][0]["step"], bounds[point])
+        pause_of_run(step_ends, failure_free_ends, summary["recoveries"][0]["step"], bounds[point])
         for point, (step_ends, summary) in zip(points, disturbed, strict=True)
     ]
 
 
 def pause_of_run(
-    step_ends: Sequence[float], undisturbed_ends: Sequence[float], last_open_step: int, bound: float
+    step_ends: Sequence[float], failure_free_ends: Sequence[float], last_open_step: int, bound: float
 ) -> RealPause:
-    """How much later the last open step ended than in an undisturbed run, scaled to the speed before the loss.
+    """How much later the last open step ended than in a failure-free run, scaled to the speed before the loss.
 
-    Only commit times are known. With shadows a step commits when the shadow replicas have run it too: in an undisturbed
+    Only commit times are known. With shadows a step commits when the shadow replicas have run it too: in a failure-free
     run about a step later, except for the last one. The steps that a loss leaves open commit when all replicas have
     them.
     """
     last_step_before = HIT_STEP - 2
-    pace = (step_ends[last_step_before] - step_ends[0]) / (undisturbed_ends[last_step_before] - undisturbed_ends[0])
-    step_s = median(later - earlier for earlier, later in pairwise(undisturbed_ends[:-1]))
-    shadow_delay_s = step_s - (undisturbed_ends[-1] - undisturbed_ends[-2])
+    pace = (step_ends[last_step_before] - step_ends[0]) / (failure_free_ends[last_step_before] - failure_free_ends[0])
+    step_s = median(later - earlier for earlier, later in pairwise(failure_free_ends[:-1]))
+    shadow_delay_s = step_s - (failure_free_ends[-1] - failure_free_ends[-2])
     expected = step_ends[last_step_before] + pace * (
-        undisturbed_ends[last_open_step] - shadow_delay_s - undisturbed_ends[last_step_before]
+        failure_free_ends[last_open_step] - shadow_delay_s - failure_free_ends[last_step_before]
     )
     return RealPause(step_ends[last_open_step] - expected, pace * step_s, bound)
 

@@ -56,13 +56,13 @@ def record_run(faults: Faults) -> tuple[list[_TimedAction], float]:
 
 def draw_recovery() -> dict[str, str]:
     """The SVG pictures by file name."""
-    undisturbed, _ = record_run(Faults())
+    failure_free, _ = record_run(Faults())
     disturbed, killed_at = record_run(Faults().kill(LOST_NODE, at=KILL_ACTION, step=STEP))
-    step_start = min(each.start for each in undisturbed if each.step == STEP)
+    step_start = min(each.start for each in failure_free if each.step == STEP)
     before = [each for each in disturbed if each.start < killed_at]
     after = [each for each in disturbed if each.start >= killed_at]
     return {
-        "recovery-1-undisturbed.svg": _draw_step("undisturbed", undisturbed, step_start, lambda each: each.end),
+        "recovery-1-failure-free.svg": _draw_step("failure-free", failure_free, step_start, lambda each: each.end),
         "recovery-2-held.svg": _draw_step(
             "held",
             [each for each in before if each.node != LOST_NODE],

@@ -1,11 +1,11 @@
 """`culm bench resilience`: what each strategy costs, in parts.
 
-losses     goodput under the same preemptions, next to the undisturbed run and a tuned checkpoint baseline   emulated
+losses     goodput under the same preemptions, next to the failure-free run and a tuned checkpoint baseline   emulated
 pause      how long a loss delays a run, next to the planner's bound                                         emulated
 grid       re-routing against the tuned baseline, by step length and frequency of losses                     emulated
 bamboo     the same with a baseline that has the costs measured by Bamboo's authors                          emulated
 detection  from SIGKILL until the last node has the new epoch                                                emulated
-overhead   what a strategy costs in an undisturbed run                                                       real
+overhead   what a strategy costs in a failure-free run                                                       real
 integrity  checksums, comparisons of holders and the ledger, as shares of a step                             real
 real       losses, pause and bamboo again, if there is a core for each worker                                real
 
@@ -40,7 +40,7 @@ from benchmarks.resilience.preemption_goodput import (
     best_checkpoint,
     checkpoint_variants,
     measure_grid,
-    run_undisturbed,
+    run_failure_free,
     run_with_preemptions,
 )
 from benchmarks.resilience.resilience_result import GoodputResult, RealComputeResult, ResilienceResult, empty_cost
@@ -154,28 +154,29 @@ def run_with_real_compute(
 def measure_goodput(
     settings: ResilienceSettings, lanes: ParallelRuns, progress: Callable[[str], object]
 ) -> GoodputResult:
-    """Goodput of the strategies under the same preemptions; undisturbed runs are measured before and after them."""
+    """Goodput of the strategies under the same preemptions; failure-free runs are measured before and after them."""
     scenario = settings.scenario
-    (before,) = lanes.run_all([partial(run_undisturbed, scenario)])
+    (before,) = lanes.run_all([partial(run_failure_free, scenario)])
     step_s = before.step_s
-    progress(f"undisturbed: a step of {step_s:.2f} s on {scenario.pipelines} x {scenario.stages} nodes")
+    progress(f"failure-free: a step of {step_s:.2f} s on {scenario.pipelines} x {scenario.stages} nodes")
     checkpoint = best_checkpoint(
         lanes.run_all(
             checkpoint_variants(scenario, step_s, every=settings.checkpoint_intervals, waits=settings.wait_options)
         )
     )
     runs = lanes.run_all([partial(_run_strategy, scenario, name, step_s, checkpoint) for name in settings.strategies])
-    (after,) = lanes.run_all([partial(run_undisturbed, scenario)])
-    undisturbed = fmean([before.goodput, after.goodput])
+    (after,) = lanes.run_all([partial(run_failure_free, scenario)])
+    failure_free = fmean([before.goodput, after.goodput])
     shares = {
-        name: _goodput_shares(run, undisturbed, checkpoint) for name, run in zip(settings.strategies, runs, strict=True)
+        name: _goodput_shares(run, failure_free, checkpoint)
+        for name, run in zip(settings.strategies, runs, strict=True)
     }
     for name, share in shares.items():
-        progress(f"{name}: {share['vs_undisturbed']:.0%} of undisturbed")
+        progress(f"{name}: {share['vs_undisturbed']:.0%} of failure-free")
     checkpoint_json = {
         "every": checkpoint.every,
         "waits": checkpoint.waits_for_node,
-        "vs_undisturbed": checkpoint.run.goodput / undisturbed,
+        "vs_undisturbed": checkpoint.run.goodput / failure_free,
     }
     return GoodputResult(scene=_scenario_json(scenario, step_s), checkpoint=checkpoint_json, strategies=shares)
 
@@ -201,9 +202,9 @@ def _run_strategy(
     return run_with_preemptions(scenario, fork_server, name, step_s, **options)
 
 
-def _goodput_shares(run: FinishedRun, undisturbed: float, checkpoint: TunedCheckpoint) -> dict[str, Any]:
+def _goodput_shares(run: FinishedRun, failure_free: float, checkpoint: TunedCheckpoint) -> dict[str, Any]:
     return {
-        "vs_undisturbed": run.goodput / undisturbed,
+        "vs_undisturbed": run.goodput / failure_free,
         "vs_checkpoint": run.goodput / checkpoint.run.goodput if checkpoint.run.goodput else None,
         "bubble_share": run.summary.get("bubble_share"),
         "preemptions": run.summary.get("preemptions"),
@@ -239,29 +240,29 @@ def compare_with_bamboo_costs(
 ) -> dict[str, Any]:
     """Re-routing next to a checkpoint baseline with the costs, in steps, that Bamboo's authors measured: slow storage
     takes as long to write a checkpoint in the background, and a restart, including the wait for the node, as long."""
-    undisturbed = run_undisturbed(replace(scenario, steps=12), fork_server)
-    reroute = run_with_preemptions(scenario, fork_server, "reroute", undisturbed.step_s)
-    loss_interval = f"a loss every {scenario.steps_between_losses:g} steps of {undisturbed.step_s:.2f} s"
-    progress(f"{loss_interval}: reroute {reroute.goodput / undisturbed.goodput:.0%}")
+    failure_free = run_failure_free(replace(scenario, steps=12), fork_server)
+    reroute = run_with_preemptions(scenario, fork_server, "reroute", failure_free.step_s)
+    loss_interval = f"a loss every {scenario.steps_between_losses:g} steps of {failure_free.step_s:.2f} s"
+    progress(f"{loss_interval}: reroute {reroute.goodput / failure_free.goodput:.0%}")
     with tempfile.TemporaryDirectory(prefix="culm-bench-") as folder:
-        read_s = max(0.0, RESTART_STEPS - scenario.replaced_after) * undisturbed.step_s
-        out = slow_storage.slow_url(str(Path(folder) / "run"), write_s=WRITE_STEPS * undisturbed.step_s, read_s=read_s)
+        read_s = max(0.0, RESTART_STEPS - scenario.replaced_after) * failure_free.step_s
+        out = slow_storage.slow_url(str(Path(folder) / "run"), write_s=WRITE_STEPS * failure_free.step_s, read_s=read_s)
         checkpoint = run_with_preemptions(
             replace(scenario, steps=scenario.steps // 2),
             fork_server,
             "checkpoint",
-            undisturbed.step_s,
+            failure_free.step_s,
             out=out,
             checkpoint_every=round(WRITE_STEPS),
-            replace_within=2 * scenario.replaced_after * undisturbed.step_s,
+            replace_within=2 * scenario.replaced_after * failure_free.step_s,
         )
     progress(f"with Bamboo's costs: {reroute.goodput / checkpoint.goodput:.2f} times checkpoint")
     return {
-        **_scenario_json(scenario, undisturbed.step_s),
+        **_scenario_json(scenario, failure_free.step_s),
         "restart_steps": RESTART_STEPS,
         "write_steps": WRITE_STEPS,
-        "reroute": reroute.goodput / undisturbed.goodput,
-        "checkpoint": checkpoint.goodput / undisturbed.goodput,
+        "reroute": reroute.goodput / failure_free.goodput,
+        "checkpoint": checkpoint.goodput / failure_free.goodput,
         "ratio": reroute.goodput / checkpoint.goodput,
     }
 

@@ -15,7 +15,7 @@ class StrategyCost(TypedDict):
     """The cost of one strategy; None: not measured, or not applicable."""
 
     vs_undisturbed: float | None
-    """Goodput under losses divided by that of the undisturbed run."""
+    """Goodput under losses divided by that of the failure-free run."""
     vs_checkpoint: float | None
     """... and by that of the tuned checkpoint baseline under the same losses."""
     pause_steps: float | None
@@ -89,7 +89,7 @@ def render_table(result: ResilienceResult) -> Table:
         caption=_caption(result),
     )
     table.add_column("strategy")
-    for name in ("of undisturbed", "of checkpoint", "pause", "bound", "overhead", "95 %"):
+    for name in ("of failure-free", "of checkpoint", "pause", "bound", "overhead", "95 %"):
         table.add_column(name, justify="right")
     for name, cost in result["strategies"].items():
         table.add_row(name, *_cost_cells(cost))

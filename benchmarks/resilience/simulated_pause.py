@@ -3,11 +3,11 @@
     python -m benchmarks.resilience.simulated_pause [--quick | --wide] [--workers N] [--json]
 
 F, I and W take one unit of time each, B two, everything else nothing, and a loss is detected at once: only the work
-caused by the loss remains. The pause is how much later the last open step is complete than in the undisturbed run. With
-one open step this is the duration of the hit step minus that of an undisturbed one. Pauses are given in steps.
+caused by the loss remains. The pause is how much later the last open step is complete than in the failure-free run.
+With one open step this is the duration of the hit step minus that of a failure-free one. Pauses are given in steps.
 
 The bound is the planner's own (culm.plan.recover.recovery_bound), for what the survivors hold at that time: how soon
-the actions found by lineage could be finished by any placement, minus the remaining time of the undisturbed run.
+the actions found by lineage could be finished by any placement, minus the remaining time of the failure-free run.
 Negative bounds count as zero: a loss is not expected to speed a run up. Units of time are whole numbers, so the bound
 is rounded up. It is a bound on the placement: lineage guarantees that no smaller set of actions suffices, and a
 recovery always completes all started steps first.
@@ -58,7 +58,7 @@ MAX_EXCESS_STEPS = 0.1 + 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedPause:
-    """One loss. Times in undisturbed steps."""
+    """One loss. Times in failure-free steps."""
 
     strategy: str
     schedule: str
@@ -93,12 +93,12 @@ class SimulatedTimeline:
 
 def measure_pauses(setup: RunSetup, job: Job, kill_points: Sequence[tuple[int, str]]) -> Iterator[SimulatedPause]:
     """Kill a node at each of these points, one run for each."""
-    undisturbed = simulate_run(job, setup, Faults())
+    failure_free = simulate_run(job, setup, Faults())
     for node, at in kill_points:
         disturbed = simulate_run(job, setup, Faults().kill(node, at=at, step=HIT_STEP))
         recovery, plan = disturbed.epochs[-1].recovery, Plan.from_text(disturbed.epochs[-1].plan)
         last = max(recovery.steps, default=HIT_STEP)
-        remaining = undisturbed.step_end[last] - disturbed.killed_at
+        remaining = failure_free.step_end[last] - disturbed.killed_at
         planned = recovery.makespan if recovery.steps else time_plan(plan).makespan
         yield SimulatedPause(
             strategy=setup.strategy,
@@ -108,9 +108,9 @@ def measure_pauses(setup: RunSetup, job: Job, kill_points: Sequence[tuple[int, s
             micro_batches=job.micro_batches // setup.pipelines,
             node=node,
             at=at,
-            pause=(disturbed.step_end[last] - undisturbed.step_end[last]) / undisturbed.step_s,
-            bound=max(0.0, (_recovery_bound(recovery, plan) - remaining) / undisturbed.step_s),
-            planned=(planned - remaining) / undisturbed.step_s,
+            pause=(disturbed.step_end[last] - failure_free.step_end[last]) / failure_free.step_s,
+            bound=max(0.0, (_recovery_bound(recovery, plan) - remaining) / failure_free.step_s),
+            planned=(planned - remaining) / failure_free.step_s,
         )
 
 
@@ -142,7 +142,7 @@ def simulate_run(job: Job, setup: RunSetup, faults: Faults) -> SimulatedTimeline
             epochs.append(epoch)
 
     run = run_prepared(job, setup, faults=faults, cost=cost, script=record_epochs)
-    assert not run.unstruck_faults(faults), f"{faults} did not strike"
+    assert not run.faults_not_reached(faults), f"{faults} were not reached"
     step_end: dict[int, float] = defaultdict(float)
     for (step, _), finished_at in stage_step_times.items():
         step_end[step] = max(step_end[step], finished_at)

@@ -1,4 +1,4 @@
-"""Overhead of a strategy in an undisturbed run: the job with it next to the job with `none`. Real compute.
+"""Overhead of a strategy in a failure-free run: the job with it next to the job with `none`. Real compute.
 
 If there are enough cores, both run at the same time, each on its own cores, and swap cores after every round, so that
 differences between cores and disturbances of the machine affect both. Otherwise they alternate.

@@ -60,19 +60,19 @@ class Calibration:
 
 
 def calibrate(case: EmulatedCase, fork_server: ForkServerClient, steps: int) -> Calibration:
-    """Measure an undisturbed run of the shape and strategy and, if the case has faults, one with a separate fault."""
-    undisturbed = measure_case(replace(case, steps=steps, kills=(), checkpoint_every=0), fork_server)
+    """Measure a failure-free run of the shape and strategy and, if the case has faults, one with a separate fault."""
+    failure_free = measure_case(replace(case, steps=steps, kills=(), checkpoint_every=0), fork_server)
     if not case.kills:
-        return Calibration(costs=measured_costs(case, undisturbed, undisturbed.step_s))
+        return Calibration(costs=measured_costs(case, failure_free, failure_free.step_s))
     kill = draw_kills(random.Random(f"calibration {case.name}"), case, range(steps // 2, steps - 2), 1)
     disturbed = measure_case(
         replace(case, steps=steps, kills=kill, checkpoint_every=2 if case.checkpoint_every else 0), fork_server
     )
-    costs = measured_costs(case, disturbed, undisturbed.step_s)
+    costs = measured_costs(case, disturbed, failure_free.step_s)
     if not case.survives_loss:
         phase = kill_phase(case, costs, KillNode.parse(kill[0]))
         return Calibration(
-            costs=costs, restart_s=max(0.0, disturbed.restart_gaps[0] - (1 + phase) * undisturbed.step_s)
+            costs=costs, restart_s=max(0.0, disturbed.restart_gaps[0] - (1 + phase) * failure_free.step_s)
         )
     (recovery,) = disturbed.recoveries
     return Calibration(
@@ -81,7 +81,7 @@ def calibrate(case: EmulatedCase, fork_server: ForkServerClient, steps: int) -> 
 
 
 def measured_costs(case: EmulatedCase, run: EmulatedRun, step_s: float) -> Costs:
-    """Measured F, I and W of each stage, with the time per message that makes the undisturbed step as long as measured.
+    """Measured F, I and W of each stage, with the time per message that makes a failure-free step as long as measured.
     Means, not medians: every late wake-up delays a worker that never waits."""
     stages = range(case.stages)
     halves = [_backward_halves(run, stage) for stage in stages]
@@ -107,7 +107,7 @@ def _backward_halves(run: EmulatedRun, stage: int) -> tuple[float, float]:
 
 
 def case_plan(case: EmulatedCase) -> Plan:
-    """The plan of an undisturbed step, as the run makes it."""
+    """The plan of a failure-free step, as the run makes it."""
     layers = sleeping_profile(case).layers
     model = ShapeInputs(layers=layers, micro_batches=MICRO_BATCHES, schedule=case.schedule)
     step = ScheduledStep(
@@ -121,7 +121,7 @@ def case_plan(case: EmulatedCase) -> Plan:
 
 
 def kill_phase(case: EmulatedCase, costs: Costs, kill: KillNode) -> float:
-    """The finished share of the step when a node has run the action of the kill in the undisturbed plan. Below 1,
+    """The finished share of the step when a node has run the action of the kill in the failure-free plan. Below 1,
     because the reduction follows the last action."""
     timeline = time_plan(case_plan(case), costs)
     K = case.workers_per_node
@@ -240,10 +240,10 @@ _FIRST_SEED = 300
 
 
 def list_cases(*, quick: bool) -> list[EmulatedCase]:
-    """Undisturbed shapes, then each strategy under some seeded faults; the second case of each has two faults."""
+    """Failure-free shapes, then each strategy under some seeded faults; the second case of each has two faults."""
     steps = 16 if quick else 24
     cases = [
-        EmulatedCase(name=f"{D} x {P}, undisturbed", pipelines=D, stages=P, steps=steps)
+        EmulatedCase(name=f"{D} x {P}, failure-free", pipelines=D, stages=P, steps=steps)
         for D, P in ((1, 2), (2, 4))[: 1 if quick else 2]
     ]
     for strategy, shapes in _SHAPES.items():

@@ -1,15 +1,19 @@
-"""`culm.export` and `culm.cost`: the weights of a run, and what it has cost."""
+"""`culm.export`, `culm.cost`, `culm.report` and `culm.replay`: the weights of a run, its cost and what it did."""
 
 from __future__ import annotations
 
 import os
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from culm.checkpoint.export import ExportReport, find_catalog
 from culm.checkpoint.export import export as export_safetensors
 from culm.errors import UsageError
 from culm.market.cost_record import CostRecord
 from culm.observe.report.cost_reader import read_cost
+from culm.observe.report.write_report import RunReport, report_runs
+
+if TYPE_CHECKING:
+    from culm.cluster.leader.output.input_log import LeaderReplay
 
 
 def export(
@@ -58,3 +62,24 @@ def cost(run: str | os.PathLike[str]) -> CostRecord | None:
     `run`: folder or URL of a run that has ended or goes on. Raises UsageError if there is none.
     """
     return read_cost(os.fspath(run))
+
+
+def report(*runs: str | os.PathLike[str], out: str | os.PathLike[str] | None = None, writes: bool = True) -> RunReport:
+    """Report on a run, or on several side by side, as `culm report` does: one HTML file with everything in it.
+
+    `runs`: folders or URLs; a run may still be running. `out`: the file; default: report.html in the folder of the run,
+    for several runs in the working directory. `writes=False` writes no file. Returns the facts and the path of the
+    file. Raises UsageError if a folder has no run, and RunError if the file cannot be written.
+    """
+    return report_runs([os.fspath(run) for run in runs], out=None if out is None else os.fspath(out), writes=writes)
+
+
+def replay(run: str | os.PathLike[str]) -> list[LeaderReplay]:
+    """Repeat the decisions of a run's leaders from the events that they recorded, as `culm replay` does.
+
+    `run`: the local folder of a run. Returns a result for each leader: `equal`, or the first `difference` from the
+    recorded instructions. Raises UsageError if the folder has no logs of leaders, or logs of another version.
+    """
+    from culm.cluster.leader.output.input_log import replay_run
+
+    return replay_run(os.fspath(run))

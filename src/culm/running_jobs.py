@@ -1,18 +1,22 @@
-"""`culm.attach` and `culm.stop`: wait for a running job, or end it, from any process of this machine."""
+"""`culm.attach`, `culm.logs` and `culm.stop`: wait for a running job, read what it shows, or end it, from any process
+of this machine."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
+from collections.abc import Iterator
 from contextlib import closing
 
+from culm.errors import UsageError
 from culm.machines.head_registry import HeadLaunch
 from culm.machines.job_lookup import find_job_or_head
 from culm.machines.remote_head import ask_head
+from culm.providers.supervisor.job_log import event_lines, find_events_file, job_log_lines
 from culm.providers.supervisor.run_window import show_until_end, stop_job, summary_or_raise
 from culm.summary import Summary
-from culm.training import make_observer, print_line, run_blocking
+from culm.training import iterate_blocking, make_observer, print_line, run_blocking
 
 _log = logging.getLogger("culm")
 
@@ -36,6 +40,25 @@ def attach(job: str | os.PathLike[str], *, progress: bool | None = None) -> Summ
     with closing(make_observer(progress)) as observer:
         ended = run_blocking(show_until_end(found, observer, print_line, observer.print_line))
     return Summary.from_fields(summary_or_raise(ended), found.entry.out)
+
+
+def logs(job: str | os.PathLike[str], *, follow: bool = False) -> Iterator[str]:
+    """The events, steps and output of a job so far, a line each with its time, as `culm logs` prints them.
+
+    `job`: its name or run folder. Of a run folder whose run has ended: its events. `follow`: lines until the job has
+    ended; then raises RunError if it was stopped early, and the error that ended it. Ending the iteration does not
+    affect the job. Raises UsageError if there is no such job.
+    """
+    name = os.fspath(job)
+    try:
+        found = find_job_or_head(name)
+    except UsageError:
+        if (events := find_events_file(name)) is None:
+            raise
+        return event_lines(events)
+    if isinstance(found, HeadLaunch):  # with `follow`, all lines come when the job has ended
+        return iter(ask_head(found, ["logs", found.job, *["--follow"] * follow]).splitlines())
+    return iterate_blocking(job_log_lines(found, follow=follow))
 
 
 def stop(job: str | os.PathLike[str], *, at_once: bool = False) -> str:

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, Unpack
 
@@ -456,3 +456,33 @@ def run_blocking(main: Coroutine[Any, Any, T]) -> T:
     if errors:
         raise errors[0]
     return results[0]
+
+
+def iterate_blocking(items: AsyncGenerator[T, None]) -> Iterator[T]:
+    """The items of an async generator, which runs in a thread with its own loop. It is closed when the iteration ends,
+    also when it is left early."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="culm-iterate", daemon=True)
+    thread.start()
+    end = object()
+    taking: asyncio.Task[None] | None = None
+
+    async def take() -> Any:
+        nonlocal taking
+        taking = asyncio.current_task()
+        return await anext(items, end)
+
+    async def close() -> None:
+        if taking is not None:
+            taking.cancel()
+            await asyncio.gather(taking, return_exceptions=True)
+        await items.aclose()
+
+    try:
+        while (item := asyncio.run_coroutine_threadsafe(take(), loop).result()) is not end:
+            yield item
+    finally:
+        asyncio.run_coroutine_threadsafe(close(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()

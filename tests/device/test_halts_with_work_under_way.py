@@ -81,7 +81,7 @@ def _is_idle(state: WorkerState) -> bool:
 def run(setup: RunSetup, faults: Faults, device: SimulatedDevice, *, exact: bool = True) -> SimulatedRun:
     job = sweep_job(exact)
     found = run_and_compare(job, setup, faults, device.seed, reference_result(job), device=device)
-    assert not found.unstruck_faults(faults)
+    assert not found.faults_not_reached(faults)
     return found
 
 
@@ -121,7 +121,7 @@ def test_the_next_weights_do_not_wait_for_the_copies_of_sums_that_are_kept(
     step_replica = OptimizerStep._step_replica
 
     def noted(self: OptimizerStep, step: int, *arguments: Any) -> None:
-        kept = self._state.open_step(step).reduced_gradients.values()
+        kept = self._state.open_steps[step].reduced_gradients.values()
         under_way.append(any(not each.event.is_complete() for each in kept))
         step_replica(self, step, *arguments)
 

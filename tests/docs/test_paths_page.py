@@ -98,7 +98,7 @@ def files_of_a_loss() -> set[str]:
         patch.setattr(SimulatedMachines, "kill", observed)
         faults = Faults().kill(1, at="1B1", step=KILL_STEP)
         run = simulate(_job(on_step), pipelines=2, stages=2, strategy="reroute", faults=faults)
-        assert not run.unstruck_faults(faults)
+        assert not run.faults_not_reached(faults)
     return _files(called)
 
 

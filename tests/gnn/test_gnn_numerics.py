@@ -67,7 +67,7 @@ def model_with_dropout(kind: str) -> tuple[Graph, GnnModel]:
 
 
 @functools.cache
-def undisturbed_weights(kind: str, intervals: int) -> dict[int, dict[str, Tensor]]:
+def failure_free_weights(kind: str, intervals: int) -> dict[int, dict[str, Tensor]]:
     """The weights of a run in sync mode without repeated tasks."""
     return SimulatedRun(*model_with_dropout(kind), mode="sync", intervals=intervals, order_seed=0).run().weights
 
@@ -77,7 +77,7 @@ def undisturbed_weights(kind: str, intervals: int) -> dict[int, dict[str, Tensor
 def test_the_order_of_tasks_changes_no_bit(order_seed: int, mode: Mode, intervals: int, kind: str) -> None:
     graph, model = model_with_dropout(kind)
     result = SimulatedRun(graph, model, mode=mode, intervals=intervals, order_seed=order_seed, repeat_chance=0.3).run()
-    for layer, weights in undisturbed_weights(kind, intervals).items():
+    for layer, weights in failure_free_weights(kind, intervals).items():
         for name, tensor in weights.items():
             assert torch.equal(tensor, result.weights[layer][name])
 

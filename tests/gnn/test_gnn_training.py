@@ -55,11 +55,11 @@ def test_a_run_equals_pyg_and_its_model_loads_there(kind: str, servers: int, mod
 def test_a_hundred_worker_kills_and_five_server_kills_change_no_bit(tmp_path: Path) -> None:
     model = small_model(GRAPH, dropout=0.4)
     options = {"servers": 2, "parameter_servers": 2, "workers": 3}
-    undisturbed = run(model, **options)
+    failure_free = run(model, **options)
     disturbed = run(model, **options, kills=["chaos workers=100 servers=5"], out=str(tmp_path / "run"))
-    assert disturbed.losses == undisturbed.losses
+    assert disturbed.losses == failure_free.losses
     for what in ("weights_sha256", "state_sha256"):
-        assert disturbed.summary[what] == undisturbed.summary[what]
+        assert disturbed.summary[what] == failure_free.summary[what]
     assert disturbed.summary["state_sha256"] != disturbed.summary["weights_sha256"]
     victims = [e["node"] for e in read_events(tmp_path / "run") if e["kind"] == "kill"]
     assert sum(v == "worker" for v in victims) == 100

@@ -47,7 +47,7 @@ def run(out: Path | None = None, on_epoch: Callable[..., None] = lambda *_: None
 def test_strangers_on_every_port_change_no_bit_and_do_not_delay_the_end(
     per_port: int, first_bytes: bytes, tmp_path: Path
 ) -> None:
-    undisturbed = run()
+    failure_free = run()
     with open_files_allowed(2 * LISTENERS * per_port + 200), SilentConnections(per_port, first_bytes) as silent:
         connected_at: list[float] = []
 
@@ -59,7 +59,7 @@ def test_strangers_on_every_port_change_no_bit_and_do_not_delay_the_end(
 
         disturbed = run(tmp_path / "run", wait_for_strangers)
         assert time.monotonic() - connected_at[0] < LIMIT_S
-    assert disturbed.losses == undisturbed.losses
-    assert disturbed.summary["weights_sha256"] == undisturbed.summary["weights_sha256"]
+    assert disturbed.losses == failure_free.losses
+    assert disturbed.summary["weights_sha256"] == failure_free.summary["weights_sha256"]
     assert disturbed.summary["generations"] == 1
     assert all_processes_ended(tmp_path / "run")

@@ -45,7 +45,7 @@ def test_a_checkpoint_of_layers_with_one_holder_is_not_verified(tmp_path: Path) 
 def test_of_three_holders_the_majority_identifies_the_faulty_node(tmp_path: Path, node: int, step: int) -> None:
     faults = Faults().flip_memory(node, step)
     ran = run(tmp_path, faults, pipelines=3)
-    assert not ran.unstruck_faults(faults)
+    assert not ran.faults_not_reached(faults)
     assert (ran.weights_sha256, ran.summary["corruptions"]) == (reference(JOB).weights_sha256, 1)
     (found,) = events(tmp_path, "corruption")
     assert found["node"] == node
@@ -58,7 +58,7 @@ def test_the_next_leader_returns_to_the_verified_checkpoint_too(tmp_path: Path, 
     """The leader, which may be the faulty node itself, vanishes after it has found the difference."""
     faults = Faults().flip_memory(node, 4).kill(0, at="inventory")
     ran = run(tmp_path, faults, pipelines=3)
-    assert not ran.unstruck_faults(faults)
+    assert not ran.faults_not_reached(faults)
     assert ran.weights_sha256 == reference(JOB).weights_sha256
     assert ran.summary["corruptions"] == 1
 
@@ -68,7 +68,7 @@ def test_of_two_holders_the_replay_identifies_the_faulty_node(tmp_path: Path, no
     """The bit flips after the last step before the comparison, and before it changes a gradient."""
     faults = Faults().flip_memory(node, 5, at=f"{node % 2}S+")
     ran = run(tmp_path, faults, pipelines=2)
-    assert not ran.unstruck_faults(faults)
+    assert not ran.faults_not_reached(faults)
     assert ran.weights_sha256 == reference(JOB).weights_sha256
     (found,) = events(tmp_path, "corruption")
     assert (found["node"], found["step"]) == (None, 6)
@@ -82,7 +82,7 @@ def test_the_next_leader_waits_for_the_replay_too(tmp_path: Path) -> None:
     """The leader vanishes after the difference was found; the replay of its successor identifies the faulty node."""
     faults = Faults().flip_memory(1, 5, at="1S+").kill(0, at="inventory")
     ran = run(tmp_path, faults, pipelines=2)
-    assert not ran.unstruck_faults(faults)
+    assert not ran.faults_not_reached(faults)
     assert ran.weights_sha256 == reference(JOB).weights_sha256
     assert [event["node"] for event in events(tmp_path, "quarantined")] == [1]
 

@@ -85,13 +85,13 @@ def test_the_recovery_includes_the_time_in_which_the_run_stood_still(
     """Nobody knows when the node fell silent. The last commit of the lost leader is known."""
     monkeypatch.setattr(VirtualClock, "killed_at", lambda *_: None)
     described = job(exact=True, steps=8)
-    undisturbed = simulate(described, cost=lambda *_: 0.01, **SHAPE)
+    failure_free = simulate(described, cost=lambda *_: 0.01, **SHAPE)
     ran = simulate(
         described, cost=lambda *_: 0.01, faults=Faults().partition(node, step=4, seconds=1e6), lease_s=2.0, **SHAPE
     )
     (record,) = ran.summary["recoveries"]
     counted = sum(record[name] for name in ("detect_ms", "decide_ms", "move_ms", "redo_ms")) / 1e3
-    stood_still = ran.summary["wall_s"] - undisturbed.summary["wall_s"]
+    stood_still = ran.summary["wall_s"] - failure_free.summary["wall_s"]
     assert stood_still > 1.5
     assert counted > 0.9 * stood_still - 0.1
 

@@ -132,7 +132,7 @@ class LaunchedJob:
         return found
 
     def expected_sha256(self) -> str:
-        """The digest of the state that an undisturbed run has at the end."""
+        """The digest of the state that a failure-free run has at the end."""
         return reference(load_job(str(self.file), {})).state_sha256
 
     def processes(self) -> list[str]:

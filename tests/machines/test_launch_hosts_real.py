@@ -16,7 +16,7 @@ pytestmark = [
 ]
 
 
-def test_a_host_that_is_cut_off_is_replaced_and_the_weights_are_those_of_an_undisturbed_run(
+def test_a_host_that_is_cut_off_is_replaced_and_the_weights_are_those_of_a_failure_free_run(
     tmp_path: Path, culm_program: str
 ) -> None:
     with ssh_lab(tmp_path, "a", "b", "c") as hosts:

@@ -24,7 +24,7 @@ class PricedMachines(LocalMachines):
 """
 
 
-def test_a_killed_machine_is_replaced_and_the_weights_are_those_of_an_undisturbed_run(
+def test_a_killed_machine_is_replaced_and_the_weights_are_those_of_a_failure_free_run(
     tmp_path: Path, culm_program: str
 ) -> None:
     (tmp_path / "priced.py").write_text(PROVIDER)

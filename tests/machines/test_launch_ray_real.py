@@ -29,7 +29,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         made.shutdown()
 
 
-def test_a_removed_node_is_replaced_by_an_added_one_and_the_weights_are_those_of_an_undisturbed_run(
+def test_a_removed_node_is_replaced_by_an_added_one_and_the_weights_are_those_of_a_failure_free_run(
     tmp_path: Path, cluster: Any, culm_program: str
 ) -> None:
     first, _ = cluster.add_node(num_cpus=1), cluster.add_node(num_cpus=1)

@@ -18,7 +18,7 @@ pytestmark = [
 LOCAL = ("--address", "127.0.0.1")
 
 
-def test_elements_that_slurm_takes_away_are_replaced_and_the_weights_are_those_of_an_undisturbed_run(
+def test_elements_that_slurm_takes_away_are_replaced_and_the_weights_are_those_of_a_failure_free_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "slurm").mkdir()

@@ -17,7 +17,7 @@ TRACE = """t_s,kind,node,zone
 """
 
 
-def test_machines_come_and_go_with_the_trace_and_the_weights_are_those_of_an_undisturbed_run(tmp_path: Path) -> None:
+def test_machines_come_and_go_with_the_trace_and_the_weights_are_those_of_a_failure_free_run(tmp_path: Path) -> None:
     (tmp_path / "market.csv").write_text(TRACE)
     options = ["--on", "trace", "--option", f"trace={tmp_path / 'market.csv'}", "--option", "speedup=40"]
     options += ["--option", "notice=3", "--grace", "3", "--nodes", "2", "--pipelines", "2", "--suspect-after", "2"]

@@ -267,7 +267,7 @@ def test_evaluations_have_the_metrics_of_the_job_and_equal_the_reference(average
     found = simulate(described, pipelines=2, stages=2, strategy="reroute", faults=faults)
     equal(found, wanted)
     assert found.evaluations == wanted.evaluations
-    assert found.unstruck_faults(faults) == []
+    assert found.faults_not_reached(faults) == []
     for step, loss in wanted.evaluations.items():
         assert wanted.evaluation_values[step]["perplexity"] == math.exp(loss)
     plain = reference(job(**EVALUATED, ema=0.5))
@@ -466,7 +466,7 @@ def test_evaluations_are_due_by_time_and_every_worker_evaluates_after_the_same_s
     assert found.summary["samples_lost"] == found.summary["samples_duplicated"] == 0
     assert found.evaluations.items() <= wanted.evaluations.items()
     assert 3 <= len(found.evaluations) < 12
-    assert found.unstruck_faults(faults) == []
+    assert found.faults_not_reached(faults) == []
 
 
 def test_an_evaluation_by_time_can_end_the_run_and_has_a_checkpoint(tmp_path: Any) -> None:

@@ -23,7 +23,7 @@ STEPS = 12
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The example undisturbed, and with a node lost that runs the last stage; exact, so that both are equal."""
+    """The example without losses, and with a node lost that runs the last stage; exact, so that both are equal."""
     job = load_job(str(EXAMPLE), {"steps": str(STEPS), "exact": "true"})
     places = {name: tmp_path_factory.mktemp("runs") / name for name in ("calm", "killed")}
     shape: dict[str, Any] = {"pipelines": 2, "stages": 2, "strategy": "reroute", "writers": ("tensorboard",)}

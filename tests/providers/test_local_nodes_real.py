@@ -35,7 +35,7 @@ def fork_server(forked_programs: None) -> Iterator[ForkServerClient]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed() -> str:
+def failure_free() -> str:
     """What is learned where nobody is killed."""
     return reference(ROBUST).state_sha256
 
@@ -96,7 +96,7 @@ def test_a_killed_process_ends_the_run_with_the_number_of_its_node(
 
 @pytest.mark.parametrize(("victim", "pipelines"), list(zip(VICTIMS, (2, 1, 1, 2), strict=True)))
 def test_by_default_a_run_continues_without_a_process_that_is_killed(
-    fork_server: ForkServerClient, undisturbed: str, pipelines: int, victim: str
+    fork_server: ForkServerClient, failure_free: str, pipelines: int, victim: str
 ) -> None:
     """By a shadow, or by a peer; at no chosen moment, and whoever led."""
     found, node = outcome(fork_server, ROBUST, RunConfig(pipelines=pipelines, stages=2 // pipelines), victim)
@@ -104,18 +104,18 @@ def test_by_default_a_run_continues_without_a_process_that_is_killed(
     recoveries: Any = found.summary["recoveries"]
     assert found.summary["preemptions"] == 1
     assert [lost for recovered in recoveries for lost in recovered["lost"]] == [node]
-    assert found.summary["state_sha256"] == undisturbed
+    assert found.summary["state_sha256"] == failure_free
 
 
 def test_an_encrypted_run_goes_on_without_a_process_that_is_killed_and_no_bit_differs(
-    fork_server: ForkServerClient, undisturbed: str
+    fork_server: ForkServerClient, failure_free: str
 ) -> None:
     """Its sums travel over encrypted frames instead of Gloo."""
     request = RunConfig(pipelines=2, encrypt="on")
     found, _ = outcome(fork_server, ROBUST, request, "worker of another")
     assert found.summary is not None, found.message
     assert found.summary["preemptions"] == 1
-    assert found.summary["state_sha256"] == undisturbed
+    assert found.summary["state_sha256"] == failure_free
 
 
 class Turned(nn.Module):

@@ -157,14 +157,14 @@ def described(seconds: float = 0.004) -> Job:
 
 
 @pytest.fixture(scope="module")
-def undisturbed() -> str:
+def failure_free() -> str:
     """What is learned where nodes stay, by layers that do not nap."""
     return reference(described(0.0)).state_sha256
 
 
 @pytest.mark.real
 def test_a_replayed_trace_takes_nodes_and_brings_new_ones_and_no_bit_differs(
-    fork_server: ForkServerClient, undisturbed: str, tmp_path: Path
+    fork_server: ForkServerClient, failure_free: str, tmp_path: Path
 ) -> None:
     trace = market((0, "+", "a"), (0, "+", "b"), (0, "+", "c"), (0, "+", "d"), (20, "-", "b"), (40, "+", "e"))
     out = tmp_path / "run"
@@ -175,7 +175,7 @@ def test_a_replayed_trace_takes_nodes_and_brings_new_ones_and_no_bit_differs(
         ProgressDisplay(),
         fork_server=fork_server,
     )
-    assert summary["state_sha256"] == undisturbed
+    assert summary["state_sha256"] == failure_free
     assert (summary["preemptions"], summary["samples_lost"], summary["samples_duplicated"]) == (1, 0, 0)
     assert 0 < summary["capacity_share"] < 1
     assert summary["ideal_goodput"] > 0
@@ -188,7 +188,7 @@ def test_a_replayed_trace_takes_nodes_and_brings_new_ones_and_no_bit_differs(
 
 @pytest.mark.real
 def test_a_trace_may_take_a_whole_zone_of_the_nodes_that_the_run_began_with(
-    fork_server: ForkServerClient, undisturbed: str
+    fork_server: ForkServerClient, failure_free: str
 ) -> None:
     """By their numbers nodes 0 and 2 would both hold stage 0, and both are in zone a."""
     there = [NodeEvent(0.0, "add", f"n{i}", "ab"[i % 2]) for i in range(4)]
@@ -204,12 +204,12 @@ def test_a_trace_may_take_a_whole_zone_of_the_nodes_that_the_run_began_with(
     )
     assert {each["source"] for each in summary["recoveries"]} == {"peers"}
     assert summary["preemptions"] == 2
-    assert summary["state_sha256"] == undisturbed
+    assert summary["state_sha256"] == failure_free
 
 
 @pytest.mark.real
 def test_a_node_that_a_trace_removes_with_notice_gets_the_time_left(
-    fork_server: ForkServerClient, undisturbed: str, tmp_path: Path
+    fork_server: ForkServerClient, failure_free: str, tmp_path: Path
 ) -> None:
     """A notice shorter than a step is handed over in, a longer one is worked in: so it has to be the right one."""
     trace = market((0, "+", "a"), (0, "+", "b"), (0, "+", "c"), (0, "+", "d"), (10, "-", "b"))
@@ -226,4 +226,4 @@ def test_a_node_that_a_trace_removes_with_notice_gets_the_time_left(
     events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
     assert [(e["node"], e["seconds"]) for e in events if e["kind"] == "notice"] == [(1, 7.5)]
     assert [(each["lost"], each["source"]) for each in summary["recoveries"]] == [([1], "notice")]
-    assert summary["state_sha256"] == undisturbed
+    assert summary["state_sha256"] == failure_free

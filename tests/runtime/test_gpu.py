@@ -39,7 +39,7 @@ def _usual_algorithms() -> Iterator[None]:
 @pytest.mark.parametrize("strategy", ["reroute", "shadow", "shadow-lazy", "migrate", "templates"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb"])
 def test_a_loss_changes_no_bit(strategy: str, schedule: str, tmp_path: Path) -> None:
-    undisturbed = simulate(on_gpu(), pipelines=2, stages=3, schedule=schedule)
+    failure_free = simulate(on_gpu(), pipelines=2, stages=3, schedule=schedule)
     disturbed = simulate(
         on_gpu(),
         pipelines=2,
@@ -50,7 +50,7 @@ def test_a_loss_changes_no_bit(strategy: str, schedule: str, tmp_path: Path) -> 
         out=str(tmp_path / "run"),
     )
     assert disturbed.summary["preemptions"] == 1
-    assert disturbed.state_sha256 == undisturbed.state_sha256
+    assert disturbed.state_sha256 == failure_free.state_sha256
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -66,10 +66,10 @@ def test_optimizer_state_that_moves_stays_usable(optimizer: str, strategy: str) 
 @pytest.mark.parametrize("strategy", ["reroute", "shadow"])
 def test_real_processes_survive_a_killed_node(strategy: str) -> None:
     job = on_gpu(optimizer=OPTIMIZERS["fused"])
-    undisturbed = culm.train(job, pipelines=2, stages=2)
+    failure_free = culm.train(job, pipelines=2, stages=2)
     disturbed = culm.train(job, pipelines=2, stages=2, strategy=strategy, kills=["node=1 step=1"])
     assert disturbed.preemptions == 1
-    assert disturbed.state_sha256 == undisturbed.state_sha256
+    assert disturbed.state_sha256 == failure_free.state_sha256
 
 
 def reduce_libraries(folder: Path) -> list[tuple[str, str]]:
@@ -96,7 +96,7 @@ def test_nccl_sums_gradients_of_processes_that_share_a_gpu(exact: bool, tmp_path
 def test_nccl_groups_are_built_again_after_a_loss(strategy: str, at: str, tmp_path: Path) -> None:
     """Three pipelines, so that two workers still sum together afterwards."""
     job = job_with(on_gpu(), steps=6)
-    undisturbed = culm.train(job, pipelines=3, stages=2)
+    failure_free = culm.train(job, pipelines=3, stages=2)
     node = 2 if at == "0R" else 3
     run = culm.train(
         job,
@@ -108,5 +108,5 @@ def test_nccl_groups_are_built_again_after_a_loss(strategy: str, at: str, tmp_pa
         out=str(tmp_path / "run"),
     )
     assert run.preemptions == 1
-    assert run.state_sha256 == undisturbed.state_sha256
+    assert run.state_sha256 == failure_free.state_sha256
     assert reduce_libraries(tmp_path / "run") == [("nccl", "")]

@@ -100,7 +100,7 @@ def test_the_same_trace_gives_the_same_run(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["reroute", "checkpoint", "drop", "migrate"])
-def test_undisturbed_a_run_trains_all_the_time_but_for_its_start(name: str) -> None:
+def test_without_losses_a_run_trains_all_the_time_but_for_its_start(name: str) -> None:
     run = simulate_trace(SCENE, name, steady_trace(12, 2 * HOUR), PRICE)
     waits = CHARGES.warm_up_s + CHARGES.restart_s
     stalls = run.seconds_by_kind["checkpoint"]

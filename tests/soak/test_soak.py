@@ -1,4 +1,4 @@
-"""Soak: real processes under real faults learn what the undisturbed run does, and growing processes are found."""
+"""Soak: real processes under real faults learn what the failure-free run does, and growing processes are found."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from culm.soak.soak_run import plot_samples, run_soak
 
 @pytest.mark.real
 @pytest.mark.waits(30)
-def test_a_short_soak_learns_what_the_undisturbed_run_does(tmp_path: Path) -> None:
+def test_a_short_soak_learns_what_the_failure_free_run_does(tmp_path: Path) -> None:
     result = run_soak(20.0, 5, tmp_path / "soak")
     assert result.problems == []
     assert result.steps > 20

@@ -69,5 +69,5 @@ def test_several_faults_in_one_step_change_nothing_that_is_learned(strategy: str
         setup = prepared_setup(PIPELINES, STAGES, SCHEDULES[case % 2], strategy, True)
         faults = drawn_faults(rng, strategy, Plan.from_text(setup.plan), count)
         run = run_and_compare(sweep_job(), setup, faults, case, reference_result(sweep_job()))
-        struck += len(faults.all) - len(run.unstruck_faults(faults))
+        struck += len(faults.all) - len(run.faults_not_reached(faults))
     assert struck >= 0.8 * count * CASES, "the faults of a case strike, unless an earlier one prevents that"

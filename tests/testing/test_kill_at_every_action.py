@@ -79,7 +79,7 @@ def two_range_setup(strategy: str, clip_norm: float | None) -> RunSetup:
 
 def run_and_check(faults: Faults, setup: RunSetup, exact: bool) -> SimulatedRun:
     run = run_and_compare(sweep_job(exact), setup, faults, 0, reference_result(sweep_job(exact)))
-    assert not run.unstruck_faults(faults), f"{faults} was to strike, and {run.unstruck_faults(faults)} did not"
+    assert not run.faults_not_reached(faults), f"{faults} was to strike, and {run.faults_not_reached(faults)} did not"
     assert run.summary["preemptions"] == sum(len(fault.nodes) for fault in faults.all if isinstance(fault, NodeFault))
     return run
 

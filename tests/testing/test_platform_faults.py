@@ -30,7 +30,7 @@ def job() -> Job:
 def run_with(faults: Faults, **request: Any) -> SimulatedRun:
     options: dict[str, Any] = {"pipelines": 2, "stages": 2, "strategy": "reroute", **request}
     run = simulate(job(), faults=faults, cost=lambda *_: 0.02, latency=0.001, **options)
-    assert run.unstruck_faults(faults) == []
+    assert run.faults_not_reached(faults) == []
     assert run.state_sha256 == reference_result(job()).state_sha256
     return run
 

@@ -26,7 +26,7 @@ def run_with_faults(faults: Faults, *, seed: int = 0, **request: Any) -> Simulat
 
 
 @functools.cache
-def undisturbed_run(schedule: str = "1f1b") -> SimulatedRun:
+def failure_free_run(schedule: str = "1f1b") -> SimulatedRun:
     """A run without faults."""
     return run_with_faults(Faults(), schedule=schedule)
 
@@ -46,7 +46,7 @@ HARMLESS = {
 @pytest.mark.parametrize("name", HARMLESS)
 def test_faults_that_only_delay_change_nothing_but_time(name: str, schedule: str) -> None:
     """Under split backward, B means W: each fault is injected under both schedules."""
-    calm, found = undisturbed_run(schedule), run_with_faults(HARMLESS[name], schedule=schedule)
+    calm, found = failure_free_run(schedule), run_with_faults(HARMLESS[name], schedule=schedule)
     assert found.state_sha256 == calm.state_sha256 == reference_result(JOB).state_sha256
     assert found.losses == calm.losses
     assert {injected.fault for injected in found.injected_faults} == set(HARMLESS[name].all)
@@ -133,7 +133,7 @@ def test_a_lost_frame_that_is_not_resent_is_a_deadlock_and_not_a_hang() -> None:
 
 @pytest.mark.parametrize("node", range(4))
 def test_the_history_contains_the_last_action_of_every_node(node: int) -> None:
-    history = str(undisturbed_run().history)
+    history = str(failure_free_run().history)
     assert f"node {node} has joined" in history
     assert f"node {node}   was last at " in history
     assert "epoch 1: members 0 1 2 3" in history
@@ -174,7 +174,7 @@ def test_a_kill_can_be_placed_at_every_action_of_the_plan() -> None:
         actions += [action, action]
     found = run_with_faults(faults, strategy="none")
     assert sorted(injected.at for injected in found.injected_faults) == sorted(actions)
-    assert found.unstruck_faults(faults) == []
+    assert found.faults_not_reached(faults) == []
 
 
 @pytest.mark.parametrize("schedule", ["zb", "interleaved"])
@@ -184,7 +184,7 @@ def test_every_action_that_a_plan_writes_is_a_moment_of_its_node(schedule: str) 
     for node, row in enumerate(plan.workers):
         for action in (*map(str, row), *(f"{action}+" for action in row if action.kind is Kind.S)):
             faults = faults.pause(node, at=action, step=1, seconds=0.1)
-    assert not run_with_faults(faults, schedule=schedule, strategy="none").unstruck_faults(faults)
+    assert not run_with_faults(faults, schedule=schedule, strategy="none").faults_not_reached(faults)
 
 
 def test_a_notice_to_a_node_that_does_not_exist_yet_only_reaches_the_others() -> None:
@@ -192,6 +192,6 @@ def test_a_notice_to_a_node_that_does_not_exist_yet_only_reaches_the_others() ->
     faults = Faults().warn((3, 4), step=0, nth=2, seconds=30.0).join(0, step=2)
     described = job(steps=5)
     run = simulate(described, faults=faults, pipelines=2, stages=2, strategy="reroute")
-    assert run.unstruck_faults(faults) == []
+    assert run.faults_not_reached(faults) == []
     assert run.state_sha256 == reference(described).state_sha256
     assert [each["lost"] for each in run.summary["recoveries"]] == [[3]]

@@ -37,7 +37,7 @@ def test_without_faults_random_ones_are_drawn_from_the_seeds() -> None:
 
 def test_runs_with_files_use_separate_folders(tmp_path: Path) -> None:
     survives(job(), faults=Faults().slow_disk(0, seconds=1), out=str(tmp_path), checkpoint_every=2, **SHAPE)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["run-0", "undisturbed"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["failure-free", "run-0"]
 
 
 def test_a_run_that_ends_with_an_error_has_not_survived_and_reports_its_history() -> None:

@@ -9,6 +9,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from culm.cluster.run_setup import node_words
 from culm.cluster.timeouts import derive_timeouts, timeout_table
 from culm.providers.run_events import format_numbered
 from culm.schedule import Plan, render_text, time_plan
@@ -60,21 +61,6 @@ def encryption_row(setup: RunSetup) -> dict[str, str]:
         "off": "OFF: everyone in the network can read and change activations, gradients and weights on their way",
     }
     return {"encryption": words[setup.encrypt]}
-
-
-def setup_line(setup: RunSetup) -> str:
-    """The setup in one line."""
-    shape = f"{setup.pipelines} x {setup.stages} (pipelines x stages), {node_words(setup)}"
-    folder = f", folder {setup.out}" if setup.out is not None else ""
-    return (
-        f"{setup.name or 'a Python object'}: {shape}, {setup.schedule}, {setup.strategy}, {setup.steps} steps{folder}"
-    )
-
-
-def node_words(setup: RunSetup) -> str:
-    """The number of nodes, and of workers on each if there are several."""
-    nodes = f"{setup.nodes} nodes"
-    return nodes if setup.workers_per_node == 1 else f"{nodes} with {setup.workers_per_node} workers each"
 
 
 def timeout_words(setup: RunSetup) -> str:

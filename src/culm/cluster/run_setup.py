@@ -234,3 +234,18 @@ decode_fleet_progress = msgspec.msgpack.Decoder(FleetProgress).decode
 decode_rental_terms = msgspec.msgpack.Decoder(RentalTerms).decode
 decode_fleet_decision = msgspec.msgpack.Decoder(FleetDecision).decode
 decode_result = msgspec.msgpack.Decoder(RunResult).decode
+
+
+def setup_line(setup: RunSetup) -> str:
+    """The setup in one line."""
+    shape = f"{setup.pipelines} x {setup.stages} (pipelines x stages), {node_words(setup)}"
+    folder = f", folder {setup.out}" if setup.out is not None else ""
+    return (
+        f"{setup.name or 'a Python object'}: {shape}, {setup.schedule}, {setup.strategy}, {setup.steps} steps{folder}"
+    )
+
+
+def node_words(setup: RunSetup) -> str:
+    """The number of nodes, and of workers on each if there are several."""
+    nodes = f"{setup.nodes} nodes"
+    return nodes if setup.workers_per_node == 1 else f"{nodes} with {setup.workers_per_node} workers each"

@@ -14,19 +14,21 @@ import os
 import secrets
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from culm.errors import UsageError
-from culm.machines.join_token import JoinToken, certificate_fingerprint, head_password
+from culm.machines.join_token import JoinToken, certificate_fingerprint, encode_token, head_password
 from culm.providers.advertised_address import is_own_address
 from culm.providers.private_etcd import PrivateEtcd, TlsFiles
 
 if TYPE_CHECKING:
     from cryptography.x509 import GeneralName
 
+DEFAULT_PORT = 2379
+DEFAULT_FOLDER = Path("~/.culm/head")
 _CERTIFICATE_DAYS = 3650
 _SECRET_BYTES = 32
 _OWNER_ONLY = 0o600
@@ -105,6 +107,36 @@ def head_etcd(folder: HeadFolder, host: str, port: int) -> PrivateEtcd:
     return PrivateEtcd(
         folder.path, host=host, bind=bind, port=port, tls=folder.tls, password=folder.password, durable=True
     )
+
+
+@dataclass(frozen=True)
+class ServedHead:
+    """A head whose store is open."""
+
+    etcd: PrivateEtcd
+    url: str
+    token: str
+    """With which machines join runs of this head."""
+
+
+@contextlib.asynccontextmanager
+async def serve_head(
+    data: Path, host: str, port: int, *, job: str = "", expires_at: int = 0, new_secret: bool = False
+) -> AsyncIterator[ServedHead]:
+    """Open the store of a head. `data`: its folder; `host`: the address at which machines reach it; the rest: see
+    `open_head_folder` and `head_token`. Raises UsageError if folder or port cannot be used."""
+    with locked_head_folder(data):
+        folder = open_head_folder(data, [host, "127.0.0.1", "localhost"], new_secret=new_secret)
+        async with head_etcd(folder, host, port) as etcd:
+            token = head_token(folder, host, port, job=job, expires_at=expires_at)
+            yield ServedHead(etcd, f"https://{host}:{port}", encode_token(token))
+
+
+def read_head_token(data: Path, host: str, port: int, *, job: str = "", expires_at: int = 0) -> str:
+    """A token of a head whose folder is on this machine. Raises UsageError if there is none."""
+    if not (data / "secret").is_file():
+        raise UsageError(f"--data is {str(data)!r}: it is not a folder of culm head, start the head first")
+    return encode_token(head_token(open_head_folder(data, [host]), host, port, job=job, expires_at=expires_at))
 
 
 def head_token(folder: HeadFolder, host: str, port: int, *, job: str = "", expires_at: int = 0) -> JoinToken:

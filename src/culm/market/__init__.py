@@ -20,10 +20,12 @@ Everything here is a pure function of values: no torch, no clock, no sockets.
 """
 
 from culm.market.catalogue import PriceCatalogue, PricedInstance, load_catalogue
+from culm.market.market_fit import fit_market
 from culm.market.market_trace import MarketTrace, NodeEvent
 from culm.market.trace_generator import MarketModel, generate_trace
 from culm.market.trace_reader import read_trace
 from culm.market.trace_statistics import TraceStatistics, compute_statistics
+from culm.market.trace_writer import format_trace
 
 __all__ = [
     "MarketModel",
@@ -33,6 +35,8 @@ __all__ = [
     "PricedInstance",
     "TraceStatistics",
     "compute_statistics",
+    "fit_market",
+    "format_trace",
     "generate_trace",
     "load_catalogue",
     "read_trace",

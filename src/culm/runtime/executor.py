@@ -167,7 +167,7 @@ class Executor:
         op.segment.free_last_tape()
         end = self._clock.now()
         self._state.spans.append((step, op.label, start, end))
-        self._state.open_step(step).record_work(op.work_name, end - start)
+        self._state.open_steps[step].record_work(op.work_name, end - start)
         self.actions_done += 1
         if end - start > self.slowest_action_s and not is_compiling:
             self.slowest_action_s = end - start
@@ -244,7 +244,7 @@ class Executor:
         assert op.local_input is not None
         if self._launched is not None:
             await self._launched.wait_until_complete()  # an earlier action of this worker may be about to keep it
-        return self._copies.to_device(self._state.open_step(step).outputs[op.local_input])
+        return self._copies.to_device(self._state.open_steps[step].outputs[op.local_input])
 
     async def _wait_for_frame(self, step: int, key: FrameKey, frames: FrameSource) -> Tensors:
         """Wait for a frame. Until it arrives, use the bubble for work that has to be done anyway."""

@@ -111,7 +111,7 @@ class SegmentGradientReducer:
             reduced = await self._all_reduce(self._groups[g, runners], g, totals, metadata)
         else:
             reduced = self._copy_sums(g, totals, metadata)
-        self._state.open_step(step).loaded_segments.add(g)
+        self._state.open_steps[step].loaded_segments.add(g)
         self._store_reduced(step, g, reduced)
         self.send_reduced_gradient(step, g, self._receiver_slots(step, g, runners))
 
@@ -174,7 +174,7 @@ class SegmentGradientReducer:
 
     def _store_reduced(self, step: int, g: int, gradient_sum: GradientSum) -> None:
         """Store the totals of a complete sum and, where outputs are kept until the commit, the sum itself."""
-        open_step = self._state.open_step(step)
+        open_step = self._state.open_steps[step]
         stats = self._state.stats_for(step, g, self._context.segment(g))
         open_step.segment_totals[g] = stats.read_totals(gradient_sum.metadata, self._epoch.dropped_in(step))
         if self._epoch.keeps_outputs:
@@ -185,7 +185,7 @@ class SegmentGradientReducer:
         that."""
         if not slots:
             return
-        sums = self._state.open_step(step).reduced_gradients
+        sums = self._state.open_steps[step].reduced_gradients
         if sums[g].on_device:
             sums[g] = self._queue_copies(sums[g])
         stats = self._state.stats_for(step, g, self._context.segment(g))

@@ -44,6 +44,10 @@ class MicroBatchStats:
         """`is_first`: the segment gets its inputs from the data set."""
         self.segment = segment
         self._loads_samples = is_first or segment.is_last
+        self._loss_column = 4 if self._loads_samples else 2
+        """Where loss, weight and named values begin in a row of the last segment."""
+        self._values_end = self._loss_column + (2 + len(segment.metrics) if segment.is_last else 0)
+        """Where the statistics begin in a row."""
         self._step = step
         self._samples: dict[int, SampleDigests] = {}
         self._additions: dict[int, Additions] = {}
@@ -158,7 +162,7 @@ class MicroBatchStats:
         """The row of a micro-batch without buffer statistics; zeros where another worker has counted it. `result`: of
         `_own_result`."""
         if result is None:
-            return (0.0,) * self._values_end()
+            return (0.0,) * self._values_end
         head: tuple[float, ...] = self._additions[micro]
         if self._loads_samples:
             head += self._samples[micro]
@@ -168,16 +172,8 @@ class MicroBatchStats:
             head += (float(result.loss), weight, *map(float, result.values))
         return head
 
-    def _loss_column(self) -> int:
-        """Where loss, weight and named values begin in a row of the last segment."""
-        return 4 if self._loads_samples else 2
-
-    def _values_end(self) -> int:
-        """Where the statistics begin in a row."""
-        return self._loss_column() + (2 + len(self.segment.metrics) if self.segment.is_last else 0)
-
     def _row_width(self) -> int:
-        return self._values_end() + sum(
+        return self._values_end + sum(
             math.prod(shape) for recorded in self._example_statistics().values() for shape in _shapes(recorded)
         )
 
@@ -221,17 +217,17 @@ class MicroBatchStats:
         bounds = {layer.index: layer.accumulator.bound for layer in self.segment.layers}
         kept = [micro for micro in range(m) if micro not in dropped_micro_batches]
         rows = metadata[m + 2 * n :].view(m, -1)[kept]
-        observed = self._observe(counts, kept, rows[:, : self._loss_column()].tolist())
+        observed = self._observe(counts, kept, rows[:, : self._loss_column].tolist())
         if not self.segment.is_last and not self._example_statistics():
             return SegmentTotals(observed, [], [], bounds, {})
-        loss = self._loss_column()
+        loss = self._loss_column
         losses = rows[:, loss].tolist() if self.segment.is_last else []
         weights = rows[:, loss + 1].tolist() if self.segment.is_last else []
         values = {
             name: combine_values(metric, rows[:, column].tolist(), weights)
             for column, (name, metric) in enumerate(self.segment.metrics.items(), start=loss + 2)
         }
-        statistics = self._statistics_by_layer(rows[:, self._values_end() :])
+        statistics = self._statistics_by_layer(rows[:, self._values_end :])
         return SegmentTotals(observed, losses, weights, bounds, statistics, values)
 
     def _observe(self, counts: list[int], kept: list[int], heads: list[list[float]]) -> ObservedCounts:

@@ -58,7 +58,7 @@ class OptimizerStep:
         be repeated.
         """
         receivers = self._epoch.staying_slots if receivers is None else receivers
-        open_step = self._state.open_step(step)
+        open_step = self._state.open_steps[step]
         totals = open_step.segment_totals.get(self._last_segment)
         if totals is not None:
             check_loss(self._job, step, totals.loss_sum, totals.weight_sum)
@@ -97,14 +97,14 @@ class OptimizerStep:
         for replica in replicas:
             tensors.append(gradient_sums(replica.state.layers.values(), replica.state.tied.values()))
         host = iter(await self._copies.read(tensors))
-        norms = self._state.open_step(step).grad_norms
+        norms = self._state.open_steps[step].grad_norms
         for g, parts in pieces.items():
             norms[g] = torch.cat([next(host).clone() for _ in parts])
         return {replica.stage: next(host).clone() for replica in replicas}
 
     def _own_norms(self, step: int, replicas: Sequence[StageReplica]) -> dict[int, list[Tensor]]:
         """By segment: the norms of its layers, where this worker sends them and does not know them yet."""
-        norms = self._state.open_step(step).grad_norms
+        norms = self._state.open_steps[step].grad_norms
         return {
             g: [layer_norms(layer, replica.state.tied) for layer in segment.layers]
             for replica in replicas
@@ -129,7 +129,7 @@ class OptimizerStep:
             clip_values(self._job, layers, state.tied.values())
             with self._state.dropping_on_error(replica):
                 state.step(step)
-            totals = self._state.open_step(step).segment_totals
+            totals = self._state.open_steps[step].segment_totals
             for g, segment in replica.segments.items():
                 for layer in segment.layers:
                     if layer.moving_modules:
@@ -141,7 +141,7 @@ class OptimizerStep:
     async def _load_reduced_gradients(self, step: int, replica: StageReplica) -> None:
         """Copy the kept reduced gradients into the accumulators that do not contain them. They may come from another
         holder, or an optimizer step that was cancelled has divided them."""
-        open_step = self._state.open_step(step)
+        open_step = self._state.open_steps[step]
         for g, segment in replica.segments.items():
             if g in open_step.loaded_segments:
                 continue
@@ -163,7 +163,7 @@ class OptimizerStep:
     async def _loss_totals(self, step: int, receivers: Collection[int]) -> tuple[float, float]:
         """(sum of the losses, divisor of the gradient sums). The divisor is the number of micro-batches, or the sum of
         the weights that the loss returned. The sum of the losses is 0 where it is neither known nor needed."""
-        open_step = self._state.open_step(step)
+        open_step = self._state.open_steps[step]
         loss_totals = open_step.loss_totals
         if loss_totals is None:
             totals = open_step.segment_totals.get(self._last_segment)
@@ -193,14 +193,14 @@ class OptimizerStep:
 
     def _send_norms(self, step: int, receivers: Collection[int]) -> None:
         """Send the norms of the segments that this worker is the first runner of."""
-        for g in self._state.open_step(step).grad_norms:
+        for g in self._state.open_steps[step].grad_norms:
             if self._is_sender(step, g):
                 self._send_or_forward(step, g, receivers)
 
     def _send_or_forward(self, step: int, g: int, receivers: Collection[int]) -> None:
         """Send the norms of a segment to the workers that get them from this one. In a recovered step the first runner
         sends them to all: others may have ended the step."""
-        runners, norms = self._context.runner_slots(step, g), self._state.open_step(step).grad_norms[g]
+        runners, norms = self._context.runner_slots(step, g), self._state.open_steps[step].grad_norms[g]
         slots = (
             receivers if self._is_recovered(step) else next_receivers(self._slot, runners, receivers, self._plan.stages)
         )
@@ -216,7 +216,7 @@ class OptimizerStep:
         """(global norm over all layers in order, factor for all gradients). (None, None) where no norm is needed."""
         if not self._needs_norms:
             return None, None
-        norms = self._state.open_step(step).grad_norms
+        norms = self._state.open_steps[step].grad_norms
         for g, parts in self._own_norms(step, replicas).items():
             norms[g] = torch.cat(parts)
         self._send_norms(step, receivers)
@@ -243,7 +243,7 @@ class OptimizerStep:
     async def _local_tied_sum(self, step: int, name: str, g: int) -> tuple[Tensor, Tensor]:
         """The complete sum of one parameter and its bound in host memory, as they were before anything was divided."""
         replica, layer = self._context.replica_of(g), self._layer_replica(name, g)
-        open_step = self._state.open_step(step)
+        open_step = self._state.open_steps[step]
         gradient_sum = open_step.reduced_gradients.get(g)
         if gradient_sum is None:
             # A copy: the accumulator may be cleared before the frame is sent.
@@ -264,7 +264,7 @@ class OptimizerStep:
         sums, bounds = [], []
         for name in group.names:
             g = self._segment_of(layer_index(name))
-            if g in self._state.open_step(step).segment_totals and self._sum_available(step, g):
+            if g in self._state.open_steps[step].segment_totals and self._sum_available(step, g):
                 total, bound = await self._local_tied_sum(step, name, g)
             else:
                 total, bound = await self._receive_once(step, f"tied {name}")
@@ -274,7 +274,7 @@ class OptimizerStep:
 
     def _sum_available(self, step: int, g: int) -> bool:
         """Whether the sum can still be read here: it is kept, or its layers have not been divided yet."""
-        is_kept = g in self._state.open_step(step).reduced_gradients
+        is_kept = g in self._state.open_steps[step].reduced_gradients
         return is_kept or self._context.replica_of(g).version == step
 
     def _segment_of(self, layer: int) -> int:
@@ -309,7 +309,7 @@ class OptimizerStep:
 
     async def _receive_once(self, step: int, name: str) -> tuple[Tensor, ...]:
         """Receive a frame that several stages held here may need: it is sent once, so it is stored."""
-        received = self._state.open_step(step).received_values
+        received = self._state.open_steps[step].received_values
         if name not in received:
             received[name] = await self._receive(step, name)
         return received[name]

@@ -70,7 +70,7 @@ class OpenStepReplay:
 
     def _resend_outputs(self, step: int) -> None:
         """Send kept outputs of an open step to the workers that need them and can get them from no other worker."""
-        outputs = self._state.open_step(step).outputs
+        outputs = self._state.open_steps[step].outputs
         for name, receivers in self._transfers.tensors_to_resend(step, self._slot):
             for receiver in receivers:
                 self._context.send(receiver, step, name, outputs[name])
@@ -90,7 +90,7 @@ class OpenStepReplay:
         await self._run_tasks(step, tasks, segments)
         for replica in behind:
             for g in replica.segments:
-                if g not in self._state.open_step(step).reduced_gradients:
+                if g not in self._state.open_steps[step].reduced_gradients:
                     await (self._handoff or self._reducer).receive_reduced_gradient(step, g)
         if behind:
             await self._optimizer_step.run(step, behind, recovery.slots_behind(step))

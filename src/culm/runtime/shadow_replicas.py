@@ -125,7 +125,7 @@ class ShadowReplicas:
 
     async def _receive_gradients(self, replica: StageReplica) -> None:
         for g in replica.segments:
-            if g not in self._state.open_step(replica.version).reduced_gradients:
+            if g not in self._state.open_steps[replica.version].reduced_gradients:
                 await self._reducer.receive_reduced_gradient(replica.version, g)
 
     async def _step_replica(self, replica: StageReplica) -> None:
@@ -159,7 +159,7 @@ class ShadowReplicas:
     def _try_receive_gradients(self, replica: StageReplica) -> bool:
         """Store the reduced gradients that have arrived; whether all of them have."""
         version = replica.version
-        reduced = self._state.open_step(version).reduced_gradients
+        reduced = self._state.open_steps[version].reduced_gradients
         return all(g in reduced or self._reducer.try_receive_reduced_gradient(version, g) for g in replica.segments)
 
     async def _try_restore_copy(self, stage: int) -> bool:
@@ -229,7 +229,7 @@ class ShadowReplicas:
 
     def _stored_input(self, step: int, g: int, micro: int) -> Any:
         """The input of a forward, () for the first segment; None: it is not here."""
-        return () if g == 0 else self._state.open_step(step).outputs.get(f"{g - 1}F{micro}")
+        return () if g == 0 else self._state.open_steps[step].outputs.get(f"{g - 1}F{micro}")
 
     async def _run_eager_forward(self, step: int, replica: StageReplica, g: int, micro: int, inputs: Any) -> None:
         segment, target, samples = replica.segments[g], None, NO_SAMPLES

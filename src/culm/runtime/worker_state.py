@@ -172,7 +172,8 @@ class WorkerState:
         self.job, self.device, self.copies = job, device, copies or DeviceCopies()
         self.replicas: dict[int, StageReplica] = {}
         """By stage."""
-        self.open_steps: dict[int, OpenStep] = {}
+        self.open_steps: defaultdict[int, OpenStep] = defaultdict(OpenStep)
+        """By number. A record is created when it is first looked up."""
         self.rebuild_epoch, self.shape_epoch = rebuild_epoch, 0
         """The epoch that introduced the shape of the replicas."""
         self.previous_replicas: list[StageReplica] = []
@@ -185,17 +186,9 @@ class WorkerState:
         """(step, action, start, end) of the last actions, of any epoch."""
         self._kept_bytes = 0
 
-    def open_step(self, number: int) -> OpenStep:
-        """The record of a step, created if there is none."""
-        try:
-            return self.open_steps[number]
-        except KeyError:
-            step = self.open_steps[number] = OpenStep()
-            return step
-
     def keep_output(self, step: int, name: str, tensors: Tensors, copy: HostCopy | None = None) -> None:
         """Keep the output of an action until the step is committed. `copy`: the slab that contains it."""
-        open_step = self.open_step(step)
+        open_step = self.open_steps[step]
         open_step.outputs[name] = tensors
         if copy is not None:
             open_step.slab_copies[name] = copy
@@ -221,18 +214,18 @@ class WorkerState:
 
     def stats_for(self, step: int, g: int, segment: Segment) -> MicroBatchStats:
         """The statistics of a segment in a step, created if there are none."""
-        stats = self.open_step(step).stats
+        stats = self.open_steps[step].stats
         if g not in stats:
             stats[g] = MicroBatchStats(segment, self.job.micro_batches, is_first=g == 0, step=step)
         return stats[g]
 
     def add_handed_off_sum(self, step: int, g: int, gradient_sum: GradientSum) -> None:
         """Store a sum that a leaving worker handed to this one."""
-        self.open_step(step).handed_off_sums.setdefault(g, []).append(gradient_sum)
+        self.open_steps[step].handed_off_sums.setdefault(g, []).append(gradient_sum)
 
     def take_handed_off_sums(self, step: int, g: int) -> Sequence[GradientSum]:
         """Remove and return the stored sums of a segment."""
-        return self.open_step(step).handed_off_sums.pop(g, ())
+        return self.open_steps[step].handed_off_sums.pop(g, ())
 
     def set_copying_step(self, step: int | None) -> None:
         """Keep the records of this and later steps beyond their commit, for a copy on its way here; None: no copy."""
@@ -270,7 +263,7 @@ class WorkerState:
 
     def discard(self, step: int, g: int) -> None:
         """Clear this worker's own sum of a segment (see `RecoveryPlan.discarded`). Tapes and outputs stay."""
-        open_step = self.open_step(step)
+        open_step = self.open_steps[step]
         open_step.handed_off_sums.pop(g, None)
         stats = open_step.stats.get(g)
         if stats is not None:

@@ -257,14 +257,14 @@ class BambooSimulator:
             self.last_node_s = self.node_s
 
     def _finish_steps(self) -> None:
-        """Finish a step, and all that follow it undisturbed."""
+        """Finish a step, and all that follow it before the next event."""
         self._account_steps(self.step_end, 1)
         if self.membership_changed and self._should_rebalance():
             self._start_rendezvous(self.step_end, self.case.local_rendezvous_s)
             return
         self.membership_changed = False
-        undisturbed = math.ceil((self.event_queue[0].t - self.step_end) / self.step_s) - 1
-        more = min(self.case.steps - self.steps, max(0, undisturbed))
+        until_event = math.ceil((self.event_queue[0].t - self.step_end) / self.step_s) - 1
+        more = min(self.case.steps - self.steps, max(0, until_event))
         if more:
             self._account_steps(self.step_end + more * self.step_s, more)
             self.step_end += more * self.step_s

@@ -60,7 +60,7 @@ def _plain_sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def soak_job(steps: int, *, flip_file: str = "", layer_s: float = 0.002) -> Job:
-    """The job. Without `flip_file` and with `layer_s` 0, the undisturbed run of it."""
+    """The job. Without `flip_file` and with `layer_s` 0, the failure-free run of it."""
     dice = torch.Generator().manual_seed(1)
     samples = [(torch.randn(_WIDTH, generator=dice), torch.randn(_WIDTH, generator=dice)) for _ in range(64)]
     optimizer: Callable[[Any], torch.optim.Optimizer] = (

@@ -85,7 +85,7 @@ class SoakResult:
 def run_soak(
     seconds: float, seed: int, folder: Path, *, on_progress: Callable[[str], None] = lambda _: None
 ) -> SoakResult:
-    """Run under faults for this many seconds, then compare with an undisturbed run. `folder` gets the files of the run.
+    """Run under faults for this many seconds, then compare with a failure-free run. `folder` gets the files of the run.
 
     `on_progress` is called with a sentence now and then.
     """
@@ -119,11 +119,11 @@ def warm_up_s(seconds: float) -> float:
 
 
 def _differences(summary: Mapping[str, Any]) -> list[str]:
-    """How a run differs from the undisturbed one, as sentences."""
+    """How a run differs from the failure-free one, as sentences."""
     expected = reference(soak_job(summary["steps"], layer_s=0.0))
     found = []
     if summary["state_sha256"] != expected.state_sha256:
-        found.append("weights and optimizer state are not those of the undisturbed run")
+        found.append("weights and optimizer state are not those of the failure-free run")
     for name in ("samples_lost", "samples_duplicated"):
         if summary[name]:
             found.append(f"{name} is {summary[name]}")

@@ -119,7 +119,7 @@ def check_strategies(strategies: Iterable[str] = ()) -> tuple[str, ...]:
 
 
 def _is_testable(strategy: Strategy) -> bool:
-    """Whether a run with the strategy has to reach the result of an undisturbed run without restarts."""
+    """Whether a run with the strategy has to reach the result of a failure-free run without restarts."""
     return not (strategy.chooses_another or strategy.restarts_from_checkpoint or strategy.changes_training)
 
 

@@ -137,7 +137,7 @@ def _run_micro_batch(
         for layer in layers:
             leaves = tuple(detach_contiguous(v) for v in values)
             layer.guard.before_forward()
-            with buffer_statistics.collecting_records() as recorded:
+            with buffer_statistics.RecordCollector() as recorded:
                 values = call_layer(layer, leaves, derive_seed(job.seed, step, micro, layer.index))
             layer.guard.check_buffers()
             if layer.moving_modules:

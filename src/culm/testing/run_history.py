@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import NamedTuple
 
 import msgspec
@@ -12,6 +11,7 @@ from culm.cluster.store.store import StoreChange
 from culm.plan.reshape.pipeline_shape import format_depths
 from culm.runtime import messages
 from culm.runtime.epoch import Epoch
+from culm.testing.virtual_time import virtual_loop
 
 
 class HistoryEntry(NamedTuple):
@@ -35,11 +35,11 @@ class RunHistory:
         """By node: time, step and name of the last action done. Formatted only when the history is printed."""
 
     def add(self, node: int | None, what: str) -> None:
-        self.entries.append(HistoryEntry(_now(), node, what))
+        self.entries.append(HistoryEntry(virtual_loop().now_s, node, what))
 
     def on_action_done(self, node: int, step: int, action: str) -> None:
         """Record that a node has done an action."""
-        self._last[node] = _now(), step, action
+        self._last[node] = virtual_loop().now_s, step, action
 
     def on_store_change(self, change: StoreChange) -> None:
         """Record a change in the store."""
@@ -70,7 +70,3 @@ def describe_change(change: StoreChange) -> str:
     if key.startswith("nodes/"):
         return f"node {key.removeprefix('nodes/')} has joined" if decode_node_record(value).workers else ""
     return {"leader": f"node {value.decode(errors='replace')} leads", "result": "there is a result"}.get(key, "")
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -57,7 +57,7 @@ class SimulatedRun:
     """(step, loss) as written to the store. A step that was run again appears twice; a step that was committed during a
     store outage does not appear."""
 
-    def unstruck_faults(self, faults: Faults) -> list[str]:
+    def faults_not_reached(self, faults: Faults) -> list[str]:
         """The faults of a schedule whose moment never came."""
         injected = [entry.fault for entry in self.injected_faults]
         return [str(fault) for fault in faults.all if fault not in injected]

@@ -1,4 +1,4 @@
-"""Survival check: compares the final state of a run with faults to that of the undisturbed run."""
+"""Survival check: compares the final state of a run with faults to that of the failure-free run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Differences in the last bit grow from step to step, and with bf16 rounding at on
 
 @dataclass(frozen=True)
 class SurvivedRun:
-    """A run with faults that reached the result of the undisturbed run."""
+    """A run with faults that reached the result of the failure-free run."""
 
     faults: Faults
     seed: int
@@ -60,7 +60,7 @@ def survives(
     lease_s: float = LEASE_S,
     **request: Any,
 ) -> list[SurvivedRun]:
-    """Run a job on simulated clusters with faults, and check that it learns what the undisturbed run does.
+    """Run a job on simulated clusters with faults, and check that it learns what the failure-free run does.
 
     With `exact`, weights and optimizer state must be identical to the last bit, otherwise equal within summation error;
     and every sample must be counted once. `faults` is one schedule or several, and every fault in them must be
@@ -69,14 +69,14 @@ def survives(
     AssertionError with the faults, the seed and the history of the run that failed.
     """
     setup = prepare_run(job, RunConfig(**request), measure=False)
-    undisturbed = run_prepared(job, _in_own_folder(setup, "undisturbed"), latency=latency)
+    failure_free = run_prepared(job, _in_own_folder(setup, "failure-free"), latency=latency)
     survived = []
     for number, (schedule, seed) in enumerate(_fault_schedules(setup, faults, seeds, lease_s)):
         run_setup = _in_own_folder(setup, f"run-{number}")
-        run = run_and_compare(job, run_setup, schedule, seed, undisturbed, cost=cost, latency=latency, lease_s=lease_s)
-        not_struck = run.unstruck_faults(schedule)
-        if not_struck and faults is not None:
-            raise AssertionError(f"the moment of {' and '.join(not_struck)} never came: the fault was not injected")
+        run = run_and_compare(job, run_setup, schedule, seed, failure_free, cost=cost, latency=latency, lease_s=lease_s)
+        not_reached = run.faults_not_reached(schedule)
+        if not_reached and faults is not None:
+            raise AssertionError(f"the moment of {' and '.join(not_reached)} never came: the fault was not injected")
         survived.append(SurvivedRun(schedule, seed, run))
     return survived
 
@@ -110,7 +110,7 @@ def run_and_compare(
 
 
 def differences(job: Job, run: SimulatedRun, expected: SimulatedRun | ReferenceResult) -> Iterator[str]:
-    """The differences between a run and the undisturbed one, as sentences."""
+    """The differences between a run and the failure-free one, as sentences."""
     summary = run.summary
     for name in ("samples_lost", "samples_duplicated"):
         if summary[name]:

@@ -17,7 +17,7 @@ from benchmarks.resilience.parallel_runs import ParallelRuns
 from benchmarks.resilience.preemption_goodput import (
     FinishedRun,
     PreemptionScenario,
-    run_undisturbed,
+    run_failure_free,
     run_with_preemptions,
 )
 from benchmarks.resilience.real_pause import HIT_STEP, STEPS, pause_of_run
@@ -145,13 +145,15 @@ def test_losses_hit_present_nodes_and_are_equal_for_all_strategies() -> None:
 
 @pytest.mark.parametrize("lag", [0.0, 1.0], ids=["at its end", "with the next"])
 def test_a_pause_is_the_delay_of_the_last_open_step(lag: float) -> None:
-    undisturbed = [step + lag for step in range(STEPS - 1)] + [float(STEPS - 1)]  # one second per step
-    ended = [2 * t for t in undisturbed[: HIT_STEP - 1]] + [2 * HIT_STEP + 3.0] * (STEPS - HIT_STEP + 1)  # half as fast
-    held = pause_of_run(ended, undisturbed, HIT_STEP, 0.5)
+    failure_free = [step + lag for step in range(STEPS - 1)] + [float(STEPS - 1)]  # one second per step
+    ended = [2 * t for t in failure_free[: HIT_STEP - 1]] + [2 * HIT_STEP + 3.0] * (
+        STEPS - HIT_STEP + 1
+    )  # half as fast
+    held = pause_of_run(ended, failure_free, HIT_STEP, 0.5)
     assert (held.pause_s, held.step_s) == pytest.approx((3.0, 2.0))
     assert held.pause_steps == pytest.approx(1.5)
     assert not held.is_within_bound
-    assert pause_of_run(ended, undisturbed, HIT_STEP, 1.2).is_within_bound
+    assert pause_of_run(ended, failure_free, HIT_STEP, 1.2).is_within_bound
 
 
 def test_latency_ends_when_the_last_member_has_started_the_epoch_without_the_node() -> None:
@@ -249,22 +251,22 @@ def fork_server(forked_programs: None) -> Any:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(fork_server: ForkServerClient) -> FinishedRun:
-    """A summary of an undisturbed run."""
-    return run_undisturbed(SCENE, fork_server)
+def failure_free(fork_server: ForkServerClient) -> FinishedRun:
+    """A summary of a failure-free run."""
+    return run_failure_free(SCENE, fork_server)
 
 
 @pytest.mark.usefixtures("forked_programs")
 @pytest.mark.real
 def test_under_the_same_losses_none_fails_and_reroute_continues(
-    fork_server: ForkServerClient, undisturbed: FinishedRun
+    fork_server: ForkServerClient, failure_free: FinishedRun
 ) -> None:
-    assert undisturbed.goodput > 0
+    assert failure_free.goodput > 0
     scenario = replace(
         SCENE, steps_between_losses=float(SCENE.steps)
     )  # a busy machine must recover from one before the next
-    assert run_with_preemptions(scenario, fork_server, "none", undisturbed.step_s).goodput == 0
-    ran = run_with_preemptions(scenario, fork_server, "reroute", undisturbed.step_s)
+    assert run_with_preemptions(scenario, fork_server, "none", failure_free.step_s).goodput == 0
+    ran = run_with_preemptions(scenario, fork_server, "reroute", failure_free.step_s)
     assert ran.goodput > 0
     assert ran.summary["preemptions"] >= 1
     assert (ran.summary["samples_lost"], ran.summary["samples_duplicated"]) == (0, 0)
@@ -273,7 +275,7 @@ def test_under_the_same_losses_none_fails_and_reroute_continues(
 @pytest.mark.usefixtures("forked_programs")
 @pytest.mark.real
 def test_a_run_rolls_back_to_a_checkpoint_on_slow_storage(
-    fork_server: ForkServerClient, undisturbed: FinishedRun, tmp_path: Path
+    fork_server: ForkServerClient, failure_free: FinishedRun, tmp_path: Path
 ) -> None:
     scenario = replace(
         SCENE, steps_between_losses=2.0 * SCENE.steps
@@ -283,7 +285,7 @@ def test_a_run_rolls_back_to_a_checkpoint_on_slow_storage(
         replace(scenario, steps=2 * scenario.steps),
         fork_server,
         "checkpoint",
-        undisturbed.step_s,
+        failure_free.step_s,
         out=out,
         checkpoint_every=2,
         replace_within=5.0,

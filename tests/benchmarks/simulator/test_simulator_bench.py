@@ -27,7 +27,7 @@ PLAIN = EmulatedCase(name="plain", pipelines=2, stages=4, steps=20)
 STEP_S = (6 + 3) * 0.06
 
 
-def test_an_undisturbed_run_takes_the_time_of_its_steps() -> None:
+def test_a_failure_free_run_takes_the_time_of_its_steps() -> None:
     assert predict(PLAIN, KNOWN) == pytest.approx(20 * STEP_S, rel=1e-6)
 
 
@@ -68,7 +68,7 @@ def test_a_change_of_shape_is_predicted_if_the_loss_is_early_enough(strategy: st
         assert (predict(disturbed, KNOWN) < predict(replace(disturbed, reconfigure="never"), KNOWN)) == changes
 
 
-def test_measured_costs_reproduce_the_undisturbed_step() -> None:
+def test_measured_costs_reproduce_the_failure_free_step() -> None:
     seen = type(
         "Seen",
         (),

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from importlib.metadata import PackageNotFoundError
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tests.cli.cli_process import culm
 
-from culm.cli.checks import doctor_command
-from culm.cli.checks.check_result import CheckResult
-from culm.cli.checks.doctor_command import (
+from culm import training
+from culm.errors import RunError
+from culm.machine_checks import machine_check
+from culm.machine_checks.check_result import CheckResult
+from culm.machine_checks.machine_check import (
     _run_with_kill,
     check_cores,
     check_extras,
@@ -20,10 +23,6 @@ from culm.cli.checks.doctor_command import (
     check_open_files,
     check_system,
 )
-from culm.cli.running import run_launcher
-from culm.config import RunConfig
-from culm.errors import RunError
-from culm.providers import execute_run
 from culm.runtime.compute import device
 
 
@@ -67,25 +66,23 @@ def test_a_machine_that_can_run_the_tests_is_fit_but_for_an_etcd_that_is_not_the
 
 
 @pytest.mark.parametrize("same", [True, False])
-def test_on_a_gpu_a_run_with_a_loss_is_compared_with_an_undisturbed_one(
+def test_on_a_gpu_a_run_with_a_loss_is_compared_with_a_failure_free_one(
     same: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A single process computes on the CPU, whose kernels have other bits."""
     runs: list[tuple[str, ...]] = []
 
-    def launch(job: object, config: RunConfig, display: object) -> dict[str, object]:
-        runs.append(config.kills)
-        digest = "same" if same else f"{len(runs)}"
-        return {"preemptions": len(config.kills), "weights_sha256": digest}
+    def train(job: object, *, kills: tuple[str, ...], **options: object) -> SimpleNamespace:
+        runs.append(kills)
+        return SimpleNamespace(preemptions=len(kills), weights_sha256="same" if same else f"{len(runs)}")
 
-    monkeypatch.setattr(run_launcher, "launch_run", launch)
-    monkeypatch.setattr(execute_run, "find_resources", lambda config: config)
+    monkeypatch.setattr(training, "train", train)
     monkeypatch.setattr(device, "select_device", lambda job: torch.device("cuda"))
     monkeypatch.setattr(device, "fingerprint", lambda job: "an H200")
     if same:
-        assert "equal those of an undisturbed run" in _run_with_kill()
+        assert "equal those of a failure-free run" in _run_with_kill()
     else:
-        with pytest.raises(RunError, match="differ from those of an undisturbed run"):
+        with pytest.raises(RunError, match="differ from those of a failure-free run"):
             _run_with_kill()
     assert list(map(bool, runs)) == [True, False]
 
@@ -94,6 +91,6 @@ def test_culm_may_run_from_its_sources(monkeypatch: pytest.MonkeyPatch) -> None:
     def not_installed(name: str) -> list[str]:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(doctor_command, "requires", not_installed)
-    assert doctor_command._requirement("torch") == "torch"
+    monkeypatch.setattr(machine_check, "requires", not_installed)
+    assert machine_check._requirement("torch") == "torch"
     assert check_library("torch", "2.11.0", "torch").state == "good"

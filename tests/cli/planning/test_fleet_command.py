@@ -24,7 +24,7 @@ def small_catalogue(monkeypatch: pytest.MonkeyPatch) -> None:
     from culm.market.catalogue import PriceCatalogue, load_catalogue
 
     kept = PriceCatalogue(tuple(m for m in load_catalogue().instances if m.instance in INSTANCES))
-    monkeypatch.setattr("culm.cli.planning.fleet_command.load_catalogue", lambda _: kept)
+    monkeypatch.setattr("culm.estimates.fleet_estimate.load_catalogue", lambda _: kept)
     monkeypatch.setattr("culm.plan.rent.fleet_search.NODE_COUNTS", (1, 4))
     monkeypatch.setattr("culm.sim.fleet_spread.SIMULATED_MARKETS", 3)
 
@@ -96,7 +96,7 @@ def test_an_interrupted_search_shows_the_fleets_so_far(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("culm.cli.planning.fleet_command.simulate_spread", interrupt)
+    monkeypatch.setattr("culm.estimates.fleet_estimate.simulate_spread", interrupt)
     code, out, _ = invoke(capsys, "--tokens", "100M", "--json")
     assert code == 0
     found = json.loads(out)

@@ -30,7 +30,7 @@ Start = Callable[..., EndlessRun]
 
 
 @functools.cache
-def undisturbed() -> str:
+def failure_free() -> str:
     return reference(load_job(BRIEF)).weights_sha256
 
 
@@ -64,7 +64,7 @@ def ended(pids: list[int]) -> bool:
 
 
 def check_saved(folder: Path, fork_server: ForkServerClient) -> None:
-    """The endless run has a checkpoint of its last step. Continued for two steps, it equals an undisturbed one."""
+    """The endless run has a checkpoint of its last step. Continued for two steps, it equals a failure-free one."""
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["checkpoints"][-1] == summary["steps"] > 0
     job = load_job(ENDLESS, {"steps": str(summary["steps"] + 2)})
@@ -76,7 +76,7 @@ def test_a_killed_etcd_is_restarted_and_no_bit_differs(brief: EndlessRun, tmp_pa
     os.kill(brief.etcd_pid, signal.SIGKILL)
     assert brief.next_line("the private etcd has ended by SIGKILL") != ""
     assert brief.process.wait(LIMIT_S) == 0
-    assert weights(tmp_path / "a") == undisturbed()
+    assert weights(tmp_path / "a") == failure_free()
     assert brief.still_running() == []
 
 
@@ -89,7 +89,7 @@ def test_a_run_completes_while_its_launcher_is_stopped(brief: EndlessRun, tmp_pa
     output, error = brief.process.communicate(timeout=LIMIT_S)
     assert (brief.process.returncode, error) == (0, "")
     assert "steps 120/120" in output
-    assert weights(tmp_path / "a") == undisturbed()
+    assert weights(tmp_path / "a") == failure_free()
     assert brief.still_running() == []
 
 
@@ -211,7 +211,7 @@ def test_the_exit_code_and_the_summary_of_an_attached_window_are_those_of_the_ru
     assert "job jobs runs in the background: culm attach jobs shows it" in started.stdout
     shown = culm("attach", str(tmp_path / "a"), "--json")
     assert shown.returncode == 0, shown.stderr
-    assert json.loads(shown.stdout)["weights_sha256"] == undisturbed()
+    assert json.loads(shown.stdout)["weights_sha256"] == failure_free()
     assert culm("logs", "jobs", "-f").stdout.endswith("finished: 120 steps\n")
 
 
@@ -220,7 +220,7 @@ def test_a_run_that_python_starts_continues_without_it(tmp_path: Path) -> None:
     started = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert (started.returncode, started.stdout) == (0, "jobs\n"), started.stderr
     assert culm("attach", "jobs").returncode == 0
-    assert weights(tmp_path / "a") == undisturbed()
+    assert weights(tmp_path / "a") == failure_free()
 
 
 def test_a_detached_run_that_is_refused_says_so(tmp_path: Path) -> None:

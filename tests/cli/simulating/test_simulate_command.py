@@ -47,6 +47,15 @@ def trace(tmp_path: Path) -> str:
     return str(path)
 
 
+def test_the_table_of_all_strategies_fits_into_120_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    assert culm("simulate", "--hours", "1", "--seeds", "2") == 0
+    (heading,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(" strategy ")]
+    assert heading.split()[-3:] == ["lost", "work", "rollbacks"]
+
+
 def test_all_strategies_over_a_trace(plan: str, trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert culm("simulate", "--plan", plan, "--trace", trace, "--hours", "4", "--strategy", "all", "--json") == 0
     result = json.loads(capsys.readouterr().out)

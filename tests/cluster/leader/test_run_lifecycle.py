@@ -424,7 +424,7 @@ def test_without_a_folder_nothing_is_saved() -> None:
     assert simulate(job(), stages=2).summary["checkpoints"] == []
 
 
-def test_a_resumed_run_ends_with_the_weights_of_an_undisturbed_one(tmp_path: Path) -> None:
+def test_a_resumed_run_ends_with_the_weights_of_a_failure_free_one(tmp_path: Path) -> None:
     out = str(tmp_path / "run")
 
     async def script(cluster: Cluster) -> None:

@@ -105,7 +105,7 @@ def test_the_account_is_exact_through_kills_joins_and_leader_loss(tmp_path: Path
         bills.append(Bill(cluster))
 
     done = run(tmp_path, steps=12, faults=faults, script=watch, rental=price)
-    assert not done.unstruck_faults(faults)
+    assert not done.faults_not_reached(faults)
     seconds = bills[0].seconds(done.virtual_s)
     expected = sum(price(node).usd_h * billed / 3600 for node, billed in seconds.items())
     assert done.summary["cost_usd"] == pytest.approx(expected, rel=1e-9)

@@ -36,7 +36,7 @@ def run(**options: Any) -> GnnResult:
 
 
 @pytest.fixture(scope="module")
-def undisturbed_result(forked_programs: None) -> GnnResult:
+def failure_free_result(forked_programs: None) -> GnnResult:
     return run()
 
 
@@ -65,21 +65,21 @@ class ServerPause:
 @pytest.mark.waits(9)
 @pytest.mark.parametrize("server_id", ["graph-1", "parameter-0"])
 def test_a_server_that_hangs_is_replaced_and_fenced_when_it_wakes_up(
-    server_id: str, undisturbed_result: GnnResult, tmp_path: Path
+    server_id: str, failure_free_result: GnnResult, tmp_path: Path
 ) -> None:
     pause = ServerPause(tmp_path / "run", server_id)
     result = run(suspect_after=4.0, out=str(tmp_path / "run"), callbacks=GnnCallbacks(on_epoch=pause.handle_epoch))
     assert pause.ended_by_itself
     assert [server_id] in [recovery["lost"] for recovery in result.summary["recoveries"]]
-    assert result.losses == undisturbed_result.losses
-    assert result.summary["weights_sha256"] == undisturbed_result.summary["weights_sha256"]
+    assert result.losses == failure_free_result.losses
+    assert result.summary["weights_sha256"] == failure_free_result.summary["weights_sha256"]
     assert result.summary["samples_lost"] == result.summary["samples_duplicated"] == 0
     assert all_processes_ended(tmp_path / "run")
 
 
 @pytest.mark.usefixtures("forked_programs")
 @pytest.mark.real
-def test_a_users_etcd_holds_the_run_and_is_empty_afterwards(undisturbed_result: GnnResult, tmp_path: Path) -> None:
+def test_a_users_etcd_holds_the_run_and_is_empty_afterwards(failure_free_result: GnnResult, tmp_path: Path) -> None:
     seen: list[str] = []
 
     async def list_run_keys(access: EtcdAccess) -> list[str]:
@@ -101,7 +101,7 @@ def test_a_users_etcd_holds_the_run_and_is_empty_afterwards(undisturbed_result: 
         "servers/parameter-0",
     }
     assert [e["where"] for e in read_events(tmp_path / "run") if e["kind"] == "store"] == ["etcd"]
-    assert result.losses == undisturbed_result.losses
+    assert result.losses == failure_free_result.losses
 
 
 def _run_in_thread(
@@ -115,7 +115,7 @@ def _run_in_thread(
 @pytest.mark.usefixtures("forked_programs")
 @pytest.mark.real
 def test_without_etcd_the_store_is_in_the_process_and_a_message_is_shown(
-    undisturbed_result: GnnResult, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    failure_free_result: GnnResult, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     async def fail_to_start(*_: object) -> None:
         raise UsageError("there is no etcd on this machine")
@@ -125,7 +125,7 @@ def test_without_etcd_the_store_is_in_the_process_and_a_message_is_shown(
     result = run(
         kills=["server=1 epoch=9"], out=str(tmp_path / "run"), callbacks=GnnCallbacks(on_message=messages.append)
     )
-    assert result.losses == undisturbed_result.losses
+    assert result.losses == failure_free_result.losses
     assert len(result.summary["recoveries"]) == 1
     assert any("servers that hang are not detected" in message for message in messages)
 
@@ -183,7 +183,7 @@ def test_the_password_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.usefixtures("forked_programs")
 @pytest.mark.real
 def test_a_private_etcd_that_dies_is_restarted_without_changing_the_training(
-    monkeypatch: pytest.MonkeyPatch, undisturbed_result: GnnResult
+    monkeypatch: pytest.MonkeyPatch, failure_free_result: GnnResult
 ) -> None:
     etcd_pids = started_etcds(monkeypatch)
 
@@ -193,14 +193,14 @@ def test_a_private_etcd_that_dies_is_restarted_without_changing_the_training(
 
     result = run(callbacks=GnnCallbacks(on_epoch=handle_epoch))
     assert len(set(etcd_pids)) == 2
-    assert result.losses == undisturbed_result.losses
+    assert result.losses == failure_free_result.losses
 
 
 @pytest.mark.usefixtures("forked_programs")
 @pytest.mark.real
 @pytest.mark.waits(6)
 def test_a_private_etcd_that_hangs_is_restarted_without_changing_the_training(
-    monkeypatch: pytest.MonkeyPatch, undisturbed_result: GnnResult, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, failure_free_result: GnnResult, tmp_path: Path
 ) -> None:
     etcd_pids = started_etcds(monkeypatch)
     messages: list[str] = []
@@ -214,7 +214,7 @@ def test_a_private_etcd_that_hangs_is_restarted_without_changing_the_training(
     assert "the private etcd did not answer for 4 s: restarting it" in messages
     assert len(set(etcd_pids)) == 2
     assert process_ends(etcd_pids[0])
-    assert result.losses == undisturbed_result.losses
+    assert result.losses == failure_free_result.losses
     assert all_processes_ended(tmp_path / "run")
 
 

@@ -97,7 +97,7 @@ def test_after_a_halt_a_sum_has_a_micro_batch_in_all_layers_or_in_none_as_counte
     truth = reference(described)
     for at in moments:
         faults = Faults().kill(1, at=at, step=STEP)
-        assert not run_and_compare(described, setup, faults, 0, truth, cost=uneven).unstruck_faults(faults)
+        assert not run_and_compare(described, setup, faults, 0, truth, cost=uneven).faults_not_reached(faults)
     assert len(set(found)) > 1, "all were halted in one place: nothing was tried"
 
 

@@ -198,7 +198,7 @@ def test_a_run_equals_the_reference_also_where_parts_have_other_bits_than_torch(
             faults = Faults().kill(node, at=f"{node}F2", step=1)
             found = simulate(job(**fields), **request, faults=faults)
             assert found.state_sha256 == wanted, (schedule, node)
-            assert found.unstruck_faults(faults) == []
+            assert found.faults_not_reached(faults) == []
 
 
 @pytest.mark.parametrize("fields", [{"exact": True}, {"compile": {"backend": "aot_eager"}}])

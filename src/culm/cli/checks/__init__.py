@@ -4,7 +4,4 @@ doctor_command  check this machine
 bench_command   run the benchmarks
 chaos_command   simulate random runs with random faults
 soak_command    real processes under real faults for a long time
-
-check_result    what one check of `culm doctor` found
-gpu_checks      its checks of GPUs and their driver
 """

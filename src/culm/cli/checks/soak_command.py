@@ -83,7 +83,7 @@ def _write_plot(result: SoakResult, folder: Path) -> Path:
 
 
 def _table(fields: dict[str, Any]) -> Table:
-    verdict = "survived: weights are those of the undisturbed run" if fields["survived"] else "FAILED"
+    verdict = "survived: weights are those of the failure-free run" if fields["survived"] else "FAILED"
     table = Table(title=verdict, title_justify="left", box=box.SIMPLE, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column()

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Annotated
+from contextlib import AbstractAsyncContextManager
+from typing import Annotated
 
 import typer
 
+from culm.background_services import find_run_source, serve_run_page
 from culm.cli.error_reporting import report_errors
 from culm.cli.etcd_options import EtcdCa, EtcdCert, EtcdInsecure, EtcdKey, EtcdUser, SecretFile
 from culm.cli.signal_handling import run_until_signal
-from culm.errors import UsageError
-from culm.observe.report.load_run import RunFolderReader
-
-if TYPE_CHECKING:
-    from culm.observe.report.page_server import CachedView
-    from culm.providers.run_store import StoreLocation
 
 Words = str | None
 
@@ -40,48 +34,26 @@ def dash(
 ) -> None:
     """Serve a live page of a run to browsers on this machine, and its figures to Prometheus under /metrics."""
     with report_errors(debug=debug):
-        if (folder is None) == (etcd is None):
-            raise UsageError("give the folder of a run, or --etcd URL --job NAME: one of the two")
-        if not 0 <= port < 1 << 16:
-            raise UsageError(f"--port is {port}: use a number from 0 (any that is free) to {(1 << 16) - 1}")
-        if folder is not None:
-            if job is not None:
-                raise UsageError("--job is the name of a run in etcd: add --etcd URL instead of a folder")
-            opened = _open_folder(RunFolderReader(folder, allow_empty=True))
-        else:
-            from culm.providers.run_store import StoreLocation
-            from culm.providers.shared_run import etcd_access, job_name, job_secret
-
-            assert etcd is not None
-            if job is None:
-                raise UsageError("--etcd keeps many jobs: say which with --job NAME")
-            access = etcd_access(etcd, etcd_user, etcd_ca, etcd_cert, etcd_key, insecure=etcd_insecure)
-            opened = _open_store(StoreLocation(access, job_name(job), secret=job_secret(secret_file)))
-        run_until_signal(_serve_until_signal(opened, host, port), lambda _: "the page is no longer served")
+        source = find_run_source(
+            folder,
+            etcd=etcd,
+            job_name=job,
+            etcd_user=etcd_user,
+            etcd_ca=etcd_ca,
+            etcd_cert=etcd_cert,
+            etcd_key=etcd_key,
+            etcd_insecure=etcd_insecure,
+            secret_file=secret_file,
+        )
+        serving = serve_run_page(source, host, port, _print_line)
+        run_until_signal(_serve_until_signal(serving, host), lambda _: "the page is no longer served")
 
 
-@contextlib.asynccontextmanager
-async def _open_folder(folder: RunFolderReader) -> AsyncIterator[CachedView]:
-    from culm.observe.report.page_server import CachedView
-
-    yield CachedView(folder.read, in_thread=True)
-
-
-@contextlib.asynccontextmanager
-async def _open_store(place: StoreLocation) -> AsyncIterator[CachedView]:
-    """The contents of the store of a run."""
-    from culm.observe.report.page_server import CachedView
-    from culm.providers.store_view import watch_run_store
-
-    async with watch_run_store(place, _print_line) as view:
-        yield CachedView(view.read)
-
-
-async def _serve_until_signal(opened: contextlib.AbstractAsyncContextManager[CachedView], host: str, port: int) -> None:
+async def _serve_until_signal(serving: AbstractAsyncContextManager[str], host: str) -> None:
     """Serve the page until Ctrl-C or SIGTERM."""
-    from culm.observe.report.page_server import is_loopback, serve_page
+    from culm.observe.report.page_server import is_loopback
 
-    async with opened as window, serve_page(window, host=host, port=port) as address:
+    async with serving as address:
         if not is_loopback(host):
             _print_line(f"anyone who can reach {host} can read this page")
         _print_line(f"the run is shown at {address}")

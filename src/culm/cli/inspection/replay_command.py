@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from culm.cli.error_reporting import report_errors
-from culm.errors import UsageError
-
-if TYPE_CHECKING:
-    from culm.cluster.leader.output import input_log
 
 
 def replay(
@@ -27,28 +22,19 @@ def replay(
     with report_errors(debug=debug):
         from culm.cluster.leader.output import input_log
 
-        paths = sorted(Path(folder).glob(input_log.FILE_PATTERN))
-        if not paths:
-            raise UsageError(
-                f"{folder} has no {input_log.FILE_PATTERN}: name the local folder of a run (culm run --out)"
-            )
-        results = {path.name: input_log.replay(path) for path in paths}
+        results = input_log.replay_run(folder)
     if json_:
         rows = {
-            name: {"events": count, "same": found is None, "first_difference": None if found is None else found.number}
-            for name, (count, found) in results.items()
+            found.log: {
+                "events": found.events,
+                "same": found.equal,
+                "first_difference": None if found.difference is None else found.difference.number,
+            }
+            for found in results
         }
         print(json.dumps(rows))
     else:
-        for name, (count, found) in results.items():
-            print(f"{name}: {count} events, " + ("the same instructions" if found is None else _describe(found)))
-    if any(found is not None for _, found in results.values()):
+        for found in results:
+            print(found)
+    if not all(found.equal for found in results):
         raise typer.Exit(1)
-
-
-def _describe(found: input_log.ReplayDifference) -> str:
-    event, recorded = type(found.entry.event).__name__, ", ".join(found.entry.names) or "none"
-    return (
-        f"first difference at event {found.number} ({event} at {found.entry.now:.6f}): recorded {recorded}; "
-        f"now {', '.join(found.instructions) or 'none'}\n{found.entry.event}"
-    )

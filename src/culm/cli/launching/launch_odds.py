@@ -13,9 +13,11 @@ from functools import partial
 from statistics import fmean, quantiles
 from typing import TYPE_CHECKING
 
-from culm.cli.planning import plan_inputs
-from culm.cli.simulating.deadline_output import goal_of, wilson_interval, window_of
+from culm.cli.simulating.deadline_output import wilson_interval
 from culm.errors import PlanError, UsageError
+from culm.estimates import plan_inputs
+from culm.estimates.deadline_estimate import goal_of
+from culm.estimates.strategy_estimate import window_of
 from culm.market.market_trace import HOUR, MarketTrace
 from culm.market.price_series import PriceSeries
 from culm.market.trace_generator import MarketModel, generate_trace

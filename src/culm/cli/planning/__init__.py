@@ -6,8 +6,6 @@ schedule_command  draw a schedule
 prices_command    list and compare prices of instances, read new ones
 
 fleet_command     the search over instances, for `culm plan`
-plan_inputs       the model, the prices and the market that a plan is made for
 plan_output       tables and JSON of a plan;  fleet_output  ... of a list of fleets
-schedule_choice   the schedule that an option names, and the default
 price_warnings    warnings about old or doubtful prices
 """

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from culm.cli.planning.plan_output import choice_json, fleet_json
+from culm.estimates.fleet_estimate import fleets_to_show
 from culm.market.catalogue import MAX_AGE_DAYS
 from culm.plan.rent.fleet_search import Fleet, FleetAnswer, explain_fleet
 from culm.text_format import format_hours
@@ -21,31 +22,8 @@ if TYPE_CHECKING:
 
     from culm.sim.fleet_spread import FleetSpread
 
-MAX_ROWS = 12
 _PLOT_ROWS = 16
 _MAX_TABLE_WIDTH = 500
-
-
-def fleets_to_show(answer: FleetAnswer) -> list[Fleet]:
-    """The frontier, then the cheapest other instances, at most `MAX_ROWS`; the cheapest first. Of an answer with
-    finalists: those within the limits."""
-    if answer.finalists is not None:
-        return answer.feasible
-    frontier = answer.frontier()
-    most = MAX_ROWS - 3
-    thinned = (
-        frontier if len(frontier) <= most else [frontier[i * (len(frontier) - 1) // (most - 1)] for i in range(most)]
-    )
-    shown = {id(fleet): fleet for fleet in thinned}
-    kinds = {(fleet.source.offer.instance, fleet.source.spot) for fleet in thinned}
-    for fleet in answer.feasible:
-        if len(shown) >= MAX_ROWS:
-            break
-        kind = (fleet.source.offer.instance, fleet.source.spot)
-        if kind not in kinds:
-            kinds.add(kind)
-            shown[id(fleet)] = fleet
-    return sorted(shown.values(), key=lambda fleet: (fleet.usd, fleet.hours))
 
 
 def print_answer(

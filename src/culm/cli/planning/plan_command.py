@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -15,13 +16,15 @@ import typer
 from culm.cli import option_values
 from culm.cli.config_options import Losses, preemption_rate
 from culm.cli.error_reporting import report_errors
-from culm.cli.planning import plan_inputs, plan_output
-from culm.cli.planning.fleet_command import FleetRequest, print_fleets
+from culm.cli.planning import plan_output
+from culm.cli.planning.fleet_command import parse_count, parse_deadline, print_fleets
 from culm.cli.planning.price_warnings import print_price_warnings
-from culm.cli.planning.schedule_choice import default_schedule, parse_schedule
 from culm.cli.progress_display import make_console
 from culm.cli.run_tables import key_value_table
 from culm.errors import UsageError
+from culm.estimates import plan_inputs
+from culm.estimates.fleet_estimate import FleetRequest
+from culm.estimates.schedule_choice import default_schedule, parse_schedule
 from culm.plan import (
     ActivationLimit,
     PlanCache,
@@ -116,11 +119,11 @@ def plan(
             request = FleetRequest(
                 model=model,
                 instance=instance,
-                nodes=nodes,
-                budget=budget,
-                tokens=tokens,
-                deadline=deadline,
-                max_cost=max_cost,
+                nodes=None if nodes is None else plan_inputs.parse_node_range(nodes),
+                budget_usd_per_h=plan_inputs.parse_budget(budget),
+                tokens=None if tokens is None else parse_count(tokens),
+                deadline_h=parse_deadline(deadline),
+                max_usd=max_cost or math.inf,
                 batch=batch,
                 micro_batch=micro_batch,
                 precision=precision,

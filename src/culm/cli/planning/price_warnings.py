@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from datetime import UTC, date, datetime
 from typing import TYPE_CHECKING
 
 from culm.cli.error_reporting import print_error
 from culm.market.catalogue import parse_date
+from culm.price_lists import current_date
 
 if TYPE_CHECKING:
     from culm.market.catalogue import PricedInstance
-
-
-def current_date() -> date:
-    """Today, in UTC."""
-    return datetime.now(UTC).date()
 
 
 def print_price_warnings(machine: PricedInstance, on: str | None, *, spot: bool) -> tuple[str, ...]:

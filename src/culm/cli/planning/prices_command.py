@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-from datetime import UTC, date, datetime
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,21 +12,16 @@ from rich import box
 from rich.table import Table
 
 from culm.cli.error_reporting import print_error, report_errors
-from culm.cli.planning.price_warnings import current_date
 from culm.cli.progress_display import make_console
-from culm.errors import UsageError
-from culm.market.catalogue import MAX_AGE_DAYS, load_catalogue, parse_date
-from culm.market.price_listing import PriceFilter, list_prices, price_marks
-from culm.market.skypilot_prices import CLOUDS, format_prices, guess_cloud, read_skypilot, rows_to_keep
-from culm.plan.model.accelerators import ACCELERATORS, GIB, INSTANCE_GBIT_PER_S
+from culm.market.catalogue import MAX_AGE_DAYS, parse_date
+from culm.market.price_listing import price_marks
+from culm.plan.model.accelerators import ACCELERATORS, INSTANCE_GBIT_PER_S
+from culm.price_lists import current_date, find_prices, update_prices
 
 if TYPE_CHECKING:
     from culm.market.catalogue import PricedInstance
 
 app = typer.Typer(rich_markup_mode=None, help="Prices of instances: list and compare them, or read new ones.")
-
-_MAX_DOWNLOAD_BYTES = 64 * 2**20
-_DOWNLOAD_TIMEOUT_S = 60
 
 
 @app.callback(invoke_without_command=True)
@@ -49,12 +43,16 @@ def prices(
     if context.invoked_subcommand is not None:
         return
     with report_errors(debug=debug):
-        if cloud is not None and cloud.lower() not in {*CLOUDS, "own"}:
-            raise UsageError(f"--cloud is {cloud!r}: use one of {', '.join(CLOUDS)}")
-        wanted = PriceFilter(cloud=cloud, instance=instance, accelerator=accelerator, zone=zone, max_usd_h=max_price)
-        day = parse_date(on)
-        found = list_prices(load_catalogue(catalogue), wanted, on=day)
-        today = day or current_date()
+        found = find_prices(
+            cloud=cloud,
+            instance=instance,
+            accelerator=accelerator,
+            zone=zone,
+            max_price=max_price,
+            prices=catalogue,
+            on=on,
+        )
+        today = parse_date(on) or current_date()
         if json_:
             print(json.dumps({"prices": [_as_json(machine, today) for machine in found], "today": str(today)}))
         else:
@@ -77,92 +75,17 @@ def update(
 ) -> None:
     """Read prices from a SkyPilot catalogue into a CSV file for --prices. Instances it names are replaced there."""
     with report_errors(debug=debug):
-        text, file_date = _fetch(source)
-        name = cloud.lower() if cloud else guess_cloud(text, source)
-        if name not in CLOUDS:
-            raise UsageError(f"--cloud is {cloud!r}: use one of {', '.join(CLOUDS)}")
-        gib = {device.name: device.memory / GIB for device in ACCELERATORS.values()}
-        seed = load_catalogue()
-        read = read_skypilot(text, source, cloud=name, catalogue=seed, accelerator_gib=gib, regions=tuple(region or ()))
-        if not read.prices:
-            raise UsageError(
-                f"{source} has no price of an instance with a known accelerator in these regions: give --region '*'"
-            )
-        target = out or default_price_file()
-        if target.is_file():
-            load_catalogue(target)
-        kept = rows_to_keep(_read_text(target), target.name, read.instances) if target.is_file() else []
-        day = parse_date(dated) or file_date
-        _write(target, format_prices(read, on=day, source=f"SkyPilot catalogue: {source}", kept=kept))
-        for problem in read.problems:
+        found = update_prices(source, out=out, cloud=cloud, regions=region or (), on=dated)
+        for problem in found.problems:
             print_error(problem)
-        summary = {
-            "file": str(target),
-            "cloud": name,
-            "date": str(day),
-            "instances": len(read.instances),
-            "rows": len(read.prices),
-            "skipped": read.skipped,
-            "kept_rows": len(kept),
-            "problems": read.problems,
-        }
         if json_:
-            print(json.dumps(summary))
+            print(json.dumps(found._asdict()))
         else:
             print(
-                f"{len(read.prices)} prices of {len(read.instances)} {name} instances, as of {day}, are in {target}; "
-                f"{read.skipped} rows skipped (other regions, no accelerator, no price); use it with --prices {target}"
+                f"{found.rows} prices of {found.instances} {found.cloud} instances, as of {found.date}, are in "
+                f"{found.file}; {found.skipped} rows skipped (other regions, no accelerator, no price); use it with "
+                f"--prices {found.file}"
             )
-
-
-def default_price_file() -> Path:
-    """The user's price file, in the folder that XDG_CONFIG_HOME names. It is read only if --prices names it."""
-    base = os.environ.get("XDG_CONFIG_HOME")
-    return (Path(base) if base else Path.home() / ".config") / "culm" / "prices.csv"
-
-
-def _fetch(source: str) -> tuple[str, date]:
-    """The text of a file or URL, and the date of its prices if none is given."""
-    if "://" in source:
-        return _download(source), current_date()
-    path = Path(source)
-    text = _read_text(path)
-    return text, datetime.fromtimestamp(path.stat().st_mtime, UTC).date()
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
-        raise UsageError(f"the prices {str(path)!r} could not be read: {reason}") from error
-
-
-def _download(url: str) -> str:
-    from urllib.error import URLError
-    from urllib.request import urlopen
-
-    if not url.startswith(("https://", "http://")):
-        raise UsageError(f"{url!r} is not an address of prices: use https:// or a file")
-    try:
-        with urlopen(url, timeout=_DOWNLOAD_TIMEOUT_S) as answer:
-            raw: bytes = answer.read(_MAX_DOWNLOAD_BYTES + 1)
-    except (URLError, OSError, ValueError) as error:
-        reason = getattr(error, "reason", None) or error
-        raise UsageError(f"{url} could not be read: {reason}; download it and give the file") from error
-    if len(raw) > _MAX_DOWNLOAD_BYTES:
-        raise UsageError(f"{url} has more than {_MAX_DOWNLOAD_BYTES >> 20} MiB: it is not a price catalogue")
-    return raw.decode("utf-8-sig", "replace")
-
-
-def _write(target: Path, text: str) -> None:
-    part = target.with_name(f"{target.name}.part")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(text, encoding="utf-8")
-        part.replace(target)
-    except OSError as error:
-        raise UsageError(f"{target} cannot be written: {error.strerror}; give another file with --out") from error
 
 
 def _print_table(found: list[PricedInstance], today: date) -> None:

@@ -11,11 +11,11 @@ import typer
 from rich import box
 from rich.table import Table
 
+from culm import job_profile
 from culm.cli import option_values
 from culm.cli.error_reporting import report_errors
-from culm.cli.progress_display import ProgressDisplay, make_console, make_display
-from culm.errors import UsageError
-from culm.job import find_job_file, load_job, parse_overrides
+from culm.cli.progress_display import make_console, make_display
+from culm.job import find_job_file, parse_overrides
 from culm.text_format import format_bytes
 
 if TYPE_CHECKING:
@@ -34,13 +34,13 @@ def profile(
     with report_errors(debug=debug):
         overrides = option_values.parse_assignments(set_ or []) | ({"device": device} if device is not None else {})
         find_job_file(file)
-        parse_overrides(overrides)
+        replaced = parse_overrides(overrides)
         console = make_console(stderr=json_)
         display = make_display(console, quiet=False)
         try:
             # With --json, stdout is only for the profile: output of the job goes to stderr.
             with redirect_stdout(sys.stderr if json_ else sys.stdout):
-                measured = _measure_job(file, overrides, display)
+                measured = job_profile.profile(file, overrides=replaced, progress=display.show_progress)
         finally:
             display.close()
         if out is not None:
@@ -49,24 +49,6 @@ def profile(
             print(msgspec.json.encode(measured).decode())
         else:
             console.print(profile_table(measured))
-
-
-def _measure_job(file: str, overrides: dict[str, str], display: ProgressDisplay) -> Profile:
-    display.show_progress("importing torch and the job", 0, 0)
-    from culm.cluster.prepare_run import inspect_layers
-    from culm.runtime.compute.layer_profiler import profile_layers
-
-    job = load_job(file, overrides)
-    _check_device(job.device)
-    inspect_layers(job)  # report layers that do not fit together as an error in the job before measuring anything
-    return profile_layers(job, progress=display.show_progress)
-
-
-def _check_device(device: str) -> None:
-    import torch
-
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise UsageError(f"--device {device}: this machine has no CUDA device that torch can use: use --device cpu")
 
 
 def profile_table(profile: Profile) -> Table:

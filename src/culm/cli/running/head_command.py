@@ -9,20 +9,16 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from culm.cli.error_reporting import report_errors
 from culm.cli.etcd_options import EtcdCa, EtcdUser, SecretFile
 from culm.errors import UsageError
+from culm.machines.head_store import DEFAULT_FOLDER, DEFAULT_PORT, ServedHead, read_head_token, serve_head
 
-if TYPE_CHECKING:
-    from culm.machines.head_store import HeadFolder
-
-DEFAULT_PORT = 2379
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-_DEFAULT_FOLDER = Path("~/.culm/head")
 
 app = typer.Typer(invoke_without_command=True, help="Start a store that other machines can reach, and print its token.")
 
@@ -38,7 +34,7 @@ ExpiresOption = Annotated[str | None, typer.Option(help="Time after which a toke
 @app.callback()
 def head(
     context: typer.Context,
-    data: DataOption = _DEFAULT_FOLDER,
+    data: DataOption = DEFAULT_FOLDER,
     address: AddressOption = None,
     port: PortOption = DEFAULT_PORT,
     job: JobOption = "",
@@ -54,7 +50,7 @@ def head(
 
 @app.command("token")
 def token(
-    data: DataOption = _DEFAULT_FOLDER,
+    data: DataOption = DEFAULT_FOLDER,
     address: AddressOption = None,
     port: PortOption = DEFAULT_PORT,
     job: JobOption = "",
@@ -67,7 +63,6 @@ def token(
     secret_file: SecretFile = None,
 ) -> None:
     """Print a token of the head whose folder is on this machine, or of an etcd of your own."""
-    from culm.machines.head_store import head_token, open_head_folder
     from culm.machines.join_token import encode_token, etcd_token
     from culm.providers.advertised_address import default_address
     from culm.providers.shared_run import etcd_access, job_secret
@@ -77,12 +72,8 @@ def token(
             access = etcd_access(etcd, etcd_user, etcd_ca, None, None)
             print(encode_token(etcd_token(access, job_secret(secret_file), job=job, expires_at=_expiry(expires))))
             return
-        folder = data.expanduser()
-        if not (folder / "secret").is_file():
-            raise UsageError(f"--data is {str(folder)!r}: it is not a folder of culm head, start the head first")
         host = address or default_address()
-        opened = open_head_folder(folder, [host])
-        print(encode_token(head_token(opened, host, port, job=job, expires_at=_expiry(expires))))
+        print(read_head_token(data.expanduser(), host, port, job=job, expires_at=_expiry(expires)))
 
 
 @app.command("receive", hidden=True)
@@ -96,7 +87,6 @@ def receive() -> None:
 
 
 async def _serve(data: Path, address: str | None, port: int, job: str, expires_at: int, rotate: bool) -> None:
-    from culm.machines.head_store import head_etcd, locked_head_folder, open_head_folder
     from culm.providers.advertised_address import default_address
 
     host = address or default_address()
@@ -104,12 +94,11 @@ async def _serve(data: Path, address: str | None, port: int, job: str, expires_a
     assert serving is not None
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, serving.cancel)
-    with contextlib.suppress(asyncio.CancelledError), locked_head_folder(data):
-        folder = open_head_folder(data, [host, "127.0.0.1", "localhost"], new_secret=rotate)
-        async with head_etcd(folder, host, port) as etcd:
-            _warn_of_version(etcd.binary)
-            _print_token(folder, host, port, job, expires_at)
-            await etcd.keep_running(lambda line: print(f"culm: {line}", flush=True))
+    with contextlib.suppress(asyncio.CancelledError):
+        async with serve_head(data, host, port, job=job, expires_at=expires_at, new_secret=rotate) as head:
+            _warn_of_version(head.etcd.binary)
+            _print_token(head, expires_at)
+            await head.etcd.keep_running(lambda line: print(f"culm: {line}", flush=True))
     print("culm: the head has stopped; its data is kept", flush=True)
 
 
@@ -125,17 +114,13 @@ def _warn_of_version(binary: str) -> None:
         )
 
 
-def _print_token(folder: HeadFolder, host: str, port: int, job: str, expires_at: int) -> None:
-    from culm.machines.head_store import head_token
-    from culm.machines.join_token import encode_token
-
-    text = encode_token(head_token(folder, host, port, job=job, expires_at=expires_at))
+def _print_token(head: ServedHead, expires_at: int) -> None:
     until = time.strftime(" until %Y-%m-%d %H:%M UTC", time.gmtime(expires_at)) if expires_at else ""
     print(
-        f"culm: the store is reachable at https://{host}:{port}{until}\n"
+        f"culm: the store is reachable at {head.url}{until}\n"
         f"culm: start a run with    culm run FILE --nodes N --join TOKEN\n"
         f"culm: add a machine with  culm agent --join TOKEN\n"
-        f"{text}",
+        f"{head.token}",
         flush=True,
     )
 

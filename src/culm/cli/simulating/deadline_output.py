@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from statistics import fmean, quantiles
 from typing import Any
 
@@ -14,63 +12,11 @@ from rich import box
 from rich.table import Table
 
 from culm.cli.progress_display import make_console
-from culm.market.market_trace import HOUR, MarketTrace
-from culm.market.price_series import PriceSeries
+from culm.estimates.deadline_estimate import DeadlineStudy
+from culm.market.market_trace import HOUR
 from culm.market.rental_cost import on_demand_equivalent
-from culm.market.trace_window import trace_window
-from culm.plan.rent.fleet_decision import FleetLimits
-from culm.sim.deadline_run import FLEET_POLICIES, DeadlineGoal, DeadlineOutcome, full_step_s, simulate_deadline
-from culm.sim.simulated_strategy import SimulationContext
+from culm.sim.deadline_run import DeadlineOutcome, full_step_s
 from culm.text_format import count_noun
-
-WORK_SHARE = 2 / 3
-"""Without --samples: work as a share of what all nodes train until the deadline without losses."""
-GIVE_UP_AFTER = 2.0
-"""A run that is late is given up after this many times the deadline."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeadlineStudy:
-    """What `culm simulate --deadline` compares."""
-
-    context: SimulationContext
-    strategy: str
-    goal: DeadlineGoal
-    markets: int
-    market: Callable[[int], MarketTrace]
-    """The market of a seed, over the horizon of the goal."""
-    prices: Callable[[int], PriceSeries]
-    on_demand_usd_h: float
-    source: str
-
-    def run(self, on_progress: Callable[[int], None] = lambda _: None) -> dict[str, list[DeadlineOutcome]]:
-        """The outcomes of every policy, in the same markets."""
-        outcomes: dict[str, list[DeadlineOutcome]] = {name: [] for name in FLEET_POLICIES}
-        for seed in range(self.markets):
-            on_progress(seed)
-            market, prices = self.market(seed), self.prices(seed)
-            for name, policy in FLEET_POLICIES.items():
-                outcomes[name].append(
-                    simulate_deadline(
-                        self.context, self.strategy, market, prices, self.on_demand_usd_h, self.goal, policy
-                    )
-                )
-        return outcomes
-
-
-def window_of(trace: MarketTrace, seed: int, span_s: float) -> MarketTrace:
-    """The market of a seed in a given trace: it begins at a random time."""
-    return trace_window(trace, random.Random(seed).uniform(0.0, trace.span_s), span_s)
-
-
-def goal_of(context: SimulationContext, limits: FleetLimits, samples: float | None) -> DeadlineGoal:
-    """The goal of a study. Without a number of samples: what takes two thirds of the deadline without losses."""
-    w = context.workload
-    if samples is None:
-        samples = WORK_SHARE * limits.deadline_s / full_step_s(context) * w.samples
-    calm_s = samples / w.samples * full_step_s(context)
-    horizon_s = GIVE_UP_AFTER * (limits.deadline_s if math.isfinite(limits.deadline_s) else 5 * calm_s)
-    return DeadlineGoal(samples=samples, limits=limits, horizon_s=horizon_s)
 
 
 def print_study(study: DeadlineStudy, outcomes: Mapping[str, Sequence[DeadlineOutcome]], *, as_json: bool) -> None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from importlib import resources
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
@@ -20,33 +18,21 @@ from rich.table import Column, Table
 
 from culm.cli import option_values
 from culm.cli.error_reporting import print_error, report_errors
-from culm.cli.planning import plan_inputs
 from culm.cli.planning.price_warnings import print_price_warnings
-from culm.cli.planning.schedule_choice import default_schedule, parse_schedule
 from culm.cli.progress_display import make_console
-from culm.cli.simulating.deadline_output import DeadlineStudy, goal_of, print_study, window_of
+from culm.cli.simulating.deadline_output import print_study
 from culm.cli.simulating.trace_command import write_file
-from culm.errors import PlanError, UsageError
-from culm.market.catalogue import PricedInstance, load_catalogue
+from culm.errors import UsageError
+from culm.estimates.deadline_estimate import make_deadline_study
+from culm.estimates.strategy_estimate import DEFAULT_MODEL, DEFAULT_SEEDS, StrategyComparison, compare_strategies
+from culm.market.catalogue import PricedInstance
 from culm.market.market_trace import HOUR, MarketTrace
-from culm.market.price_series import PriceSeries, PublishedPrices, price_series, published_prices
-from culm.market.trace_generator import PRESETS, MarketModel, generate_trace
-from culm.market.trace_limit import limit_nodes
-from culm.market.trace_reader import read_trace
 from culm.market.trace_statistics import mean_node_count
-from culm.plan.rent.fleet_decision import FleetLimits
-from culm.plan.rent.rental_options import RentalQuery
 from culm.sim.cluster_costs import ClusterCosts
 from culm.sim.compare_strategies import NodePrice, StrategyOutcome, parse_strategy_names
-from culm.sim.compare_strategies import simulate as study
-from culm.sim.planned_workload import planned_workload
-from culm.sim.published_workload import PUBLISHED_SPEEDS, published_workload
 from culm.sim.run_charts import chart_outcomes
-from culm.sim.simulated_strategy import SimulationContext
-from culm.sim.workload import Workload, read_workload
+from culm.sim.workload import Workload
 from culm.text_format import count_noun
-
-DEFAULT_MODEL, DEFAULT_NODES = "bert-large", 32
 
 
 def simulate(
@@ -102,133 +88,51 @@ def simulate(
             return
         if deadline is None and (budget is not None or samples is not None):
             raise UsageError("--budget and --samples need --deadline TIME: add it, as in --deadline 48h")
-        names = parse_strategy_names(strategy if deadline is None or strategy != "all" else "auto")
-        request = _WorkloadRequest(plan, model, instance, nodes, parse_schedule(schedule), prices, on)
-        workload = request.load()
-        cluster_costs = parse_charges(set_ or [])
-        machine = _find_machine(workload, instance, on, prices)
-        price, priced = _price(machine)
-        history = None if price_history is None else _read_price_history(price_history, machine.instance)
+        workload_options: dict[str, Any] = {
+            "plan": plan,
+            "model": model,
+            "instance": instance,
+            "nodes": nodes,
+            "schedule": schedule,
+            "reconfigure": reconfigure,
+            "trace": trace,
+            "market": market,
+            "prices": prices,
+            "on": on,
+            "price_history": price_history,
+            "cluster_costs": parse_charges(set_ or []),
+        }
         if deadline is not None:
-            context = SimulationContext.create(workload, cluster_costs, reconfigure)
-            limits = FleetLimits(
+            study = make_deadline_study(
                 deadline_s=option_values.parse_duration(deadline),
-                budget_usd=option_values.parse_usd(budget) if budget is not None else math.inf,
+                budget_usd=option_values.parse_usd(budget) if budget is not None else None,
+                samples=option_values.parse_count(samples) if samples is not None else None,
+                strategy=parse_strategy_names("auto" if strategy == "all" else strategy)[0],
+                seeds=seeds or 100,
+                **workload_options,
             )
-            goal = goal_of(context, limits, option_values.parse_count(samples) if samples is not None else None)
-            span = _Span(trace, market, goal.horizon_s, workload.nodes)
-            compared = DeadlineStudy(
-                context=context,
-                strategy=names[0],
-                goal=goal,
-                markets=seeds or 100,
-                market=span.market,
-                prices=lambda seed: _prices(history, price, span.zones, goal.horizon_s, seed),
-                on_demand_usd_h=price.on_demand,
-                source=span.source,
-            )
-            print_price_warnings(machine, on, spot=True)
-            print_study(compared, compared.run(_report_markets(compared.markets)), as_json=json_)
+            print_price_warnings(study.machine, on, spot=True)
+            print_study(study, study.run(_report_markets(study.markets)), as_json=json_)
             return
-        market_traces = _traces(workload, trace, market, hours, seeds or 10)
-        price = replace(
-            price,
-            series=None
-            if history is None
-            else _prices(history, price, market_traces[0].zones, market_traces[0].span_s, 0),
-        )
-        outcomes = study(
-            workload,
-            _show_progress(market_traces),
-            names,
-            cluster_costs=cluster_costs,
-            price=price,
-            reconfigure=reconfigure,
+        found = compare_strategies(
+            strategies=parse_strategy_names(strategy),
             as_published=as_published,
+            hours=hours,
+            seeds=seeds or DEFAULT_SEEDS,
+            on_market=_show_progress(),
+            **workload_options,
         )
-        warnings = [*print_price_warnings(machine, on, spot=True), *_supply_warnings(workload, market_traces)]
-        priced["warnings"] = warnings
+        priced = _price_json(found.machine)
+        priced["warnings"] = [*print_price_warnings(found.machine, on, spot=True), *_supply_warnings(found)]
+        first = found.market_traces[0]
         if picture_ is not None:
-            write_file(picture_, chart_outcomes(f"{workload.name}: {market_traces[0].source}", outcomes))
+            write_file(picture_, chart_outcomes(f"{found.workload.name}: {first.source}", found.outcomes))
         if json_:
-            about = {
-                "hours": market_traces[0].span_s / HOUR,
-                "runs": len(market_traces),
-                "trace": market_traces[0].source,
-                "price": priced,
-            }
-            about |= {"reconfigure": reconfigure, "as_published": as_published, **_fleet_json(workload, price)}
-            print(json.dumps(_outcomes_json(outcomes, workload, cluster_costs, about)))
+            about = {"hours": first.span_s / HOUR, "runs": len(found.market_traces), "trace": first.source}
+            about |= {"price": priced, "reconfigure": reconfigure, "as_published": as_published}
+            print(json.dumps(_outcomes_json(found, about | _fleet_json(found.workload, found.price))))
         else:
-            _print_outcomes(outcomes, workload, market_traces, priced)
-
-
-_MEASURED_ON = "p3.2xlarge"
-"""The instance type of the published speeds: the default for these models."""
-
-
-@dataclass(frozen=True)
-class _WorkloadRequest:
-    """The options that say what is trained."""
-
-    plan: Path | None
-    model: str
-    instance: str | None
-    nodes: int | None
-    schedule: str | None
-    prices: Path | None
-    on: str | None
-
-    def load(self) -> Workload:
-        """The plan's workload; or that of a model: its published measurement if there is one and nothing else is
-        requested, otherwise the shape that `culm plan` chooses."""
-        if self.plan is not None:
-            read = read_workload(self.plan, default_schedule())
-            if self.nodes is not None and self.nodes != read.nodes:
-                raise UsageError(
-                    f"--nodes is {self.nodes}, but {self.plan.name} was planned for {count_noun(read.nodes, 'node')}: "
-                    f"leave it out, or plan again with --nodes {self.nodes}"
-                )
-            return read if self.schedule is None else read.with_schedule(self.schedule)
-        measured_on = _MEASURED_ON if self.model in PUBLISHED_SPEEDS else None
-        if self.nodes is not None and (instance := self.instance or measured_on) is not None:
-            return self._planned(instance, self.nodes)
-        published = self.instance in (None, _MEASURED_ON)
-        if published and (self.model in PUBLISHED_SPEEDS or not _is_known_model(self.model)):
-            return published_workload(self.model).with_schedule(self.schedule or default_schedule())
-        if self.instance is None:
-            raise UsageError(f"{self.model} was not measured, so its speed depends on the instance: give --instance")
-        return self._planned(self.instance, DEFAULT_NODES)
-
-    def _planned(self, instance: str, nodes: int) -> Workload:
-        """The best row of `culm plan --model --instance --nodes`, whichever strategies are compared."""
-        machine = plan_inputs.find_machine(instance, self.prices, self.on)
-        offer = plan_inputs.node_offer(machine, spot=True)
-        inputs = plan_inputs.load_plan_inputs(
-            plan_inputs.ModelSource(None, self.model, None),
-            plan_inputs.BatchSizes(None, None, None),
-            machine,
-            precision=None,
-            recompute=False,
-            nodes=nodes,
-        )
-        query = RentalQuery(
-            profiles=inputs.profiles,
-            global_batch=inputs.batch,
-            node_range=(nodes, nodes),
-            strategies=plan_inputs.considered_strategies(None),
-            schedule=self.schedule or default_schedule(),
-        )
-        options, used, _ = plan_inputs.find_options_or_recompute(inputs, query, offer)
-        return planned_workload(options.table[0], inputs.name, used, offer)
-
-
-def _is_known_model(name: str) -> bool:
-    try:
-        plan_inputs.load_model(name)
-    except PlanError:
-        return False
-    return True
+            _print_outcomes(found, priced)
 
 
 def parse_charges(given: Sequence[str]) -> ClusterCosts:
@@ -248,60 +152,6 @@ def parse_charges(given: Sequence[str]) -> ClusterCosts:
     return ClusterCosts(**costs)
 
 
-def _traces(
-    workload: Workload, path: Path | None, market: str | None, hours: float | None, seeds: int
-) -> list[MarketTrace]:
-    """The given trace, or one random trace for each seed."""
-    if path is not None and market is not None:
-        raise UsageError("--trace and --market are both given: use one of them")
-    if hours is not None and not 0 < hours < 1e6:
-        raise UsageError(f"--hours is {hours:g}: use a number above 0")
-    if path is not None:
-        read = read_trace(path)
-        return [limit_nodes(read.cut_at(hours * HOUR) if hours else read, workload.nodes)]
-    preset = PRESETS.get(market or "")
-    model = MarketModel.parse(f"nodes={workload.nodes},{market or ''}") if preset is None else preset
-    model = replace(model, nodes=workload.nodes, hours=hours or model.hours)
-    return [generate_trace(model, seed) for seed in range(seeds)]
-
-
-class _Span:
-    """Markets of `culm simulate --deadline`: windows of a trace, or generated ones, over a horizon."""
-
-    def __init__(self, path: Path | None, market: str | None, horizon_s: float, nodes: int) -> None:
-        if path is not None and market is not None:
-            raise UsageError("--trace and --market are both given: use one of them")
-        self._trace = None if path is None else read_trace(path)
-        preset = PRESETS.get(market or "")
-        model = MarketModel.parse(f"nodes={nodes},{market or ''}") if preset is None else preset
-        self._model, self._horizon_s = replace(model, nodes=nodes, hours=horizon_s / HOUR), horizon_s
-        self.source = self._trace.source if self._trace is not None else f"generated ({market or 'default'})"
-        self.zones = self._trace.zones if self._trace is not None else tuple(f"zone{n + 1}" for n in range(model.zones))
-
-    def market(self, seed: int) -> MarketTrace:
-        if self._trace is None:
-            return generate_trace(self._model, seed)
-        return window_of(self._trace, seed, self._horizon_s)
-
-
-def _prices(
-    history: PublishedPrices | None, price: NodePrice, zones: Sequence[str], span_s: float, seed: int
-) -> PriceSeries:
-    """The spot prices of a run: constant, or from a random published day on."""
-    return PriceSeries.constant(price.spot) if history is None else price_series(history, zones, span_s / HOUR, seed)
-
-
-def _read_price_history(name: str, instance: str) -> PublishedPrices:
-    """Published spot prices of an instance over time, from a file or from those in the package."""
-    if name == "builtin":
-        text = (resources.files("culm.market") / "data" / "zones.csv").read_text("utf-8")
-        return published_prices(text, "zones.csv", instance)
-    try:
-        return published_prices(Path(name).read_text("utf-8"), name, instance)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"the prices {name!r} cannot be read: {error}") from error
-
-
 def _report_markets(markets: int) -> Callable[[int], None]:
     """Print the progress on stderr every ten seconds."""
     begin, shown = time.monotonic(), [0]
@@ -315,8 +165,9 @@ def _report_markets(markets: int) -> Callable[[int], None]:
     return report
 
 
-def _supply_warnings(workload: Workload, traces: Sequence[MarketTrace]) -> list[str]:
+def _supply_warnings(found: StrategyComparison) -> list[str]:
     """A sentence, also printed on stderr, if the market has fewer nodes on average than are wanted."""
+    workload, traces = found.workload, found.market_traces
     mean = fmean(mean_node_count(trace) for trace in traces)
     if mean >= (1 - _FULL_SUPPLY_TOLERANCE) * workload.nodes:
         return []
@@ -333,13 +184,15 @@ _FULL_SUPPLY_TOLERANCE = 0.02
 _PROGRESS_AFTER_S = 2.0
 
 
-def _show_progress(traces: Sequence[MarketTrace]) -> Iterator[MarketTrace]:
-    """The traces, with a line on stderr for each that begins more than two seconds after the first."""
+def _show_progress() -> Callable[[int, int], None]:
+    """Print a line on stderr for each market that begins more than two seconds after the first."""
     begin = time.monotonic()
-    for number, trace in enumerate(traces):
+
+    def show(number: int, markets: int) -> None:
         if time.monotonic() - begin > _PROGRESS_AFTER_S:
-            _progress(f"market {number + 1} of {len(traces)}")
-        yield trace
+            _progress(f"market {number + 1} of {markets}")
+
+    return show
 
 
 def _fleet_json(workload: Workload, price: NodePrice) -> dict[str, Any]:
@@ -358,48 +211,33 @@ def _fleet_json(workload: Workload, price: NodePrice) -> dict[str, Any]:
 _COMPARED_SCHEDULES = ("planned", "zb", "1f1b")
 
 
-def _find_machine(workload: Workload, instance: str | None, on: str | None, prices: Path | None) -> PricedInstance:
-    """The instance type of a node, with its prices."""
-    name = instance or workload.instance
-    if not name:
-        raise UsageError("the plan names no instance: give --instance, as in --instance g5.xlarge")
-    return load_catalogue(prices).find(name, on)
-
-
-def _price(machine: PricedInstance) -> tuple[NodePrice, dict[str, Any]]:
-    """The price of a node, and its origin as JSON. Raises UsageError if one of the prices is not known."""
-    price = NodePrice(machine.price(spot=True), machine.price(spot=False))
+def _price_json(machine: PricedInstance) -> dict[str, Any]:
     about = {"instance": machine.instance, "spot": machine.spot_usd_h, "on_demand": machine.on_demand_usd_h}
-    return price, {**about, "as_of": str(machine.as_of or "undated"), "source": machine.source}
+    return {**about, "as_of": str(machine.as_of or "undated"), "source": machine.source}
 
 
-def _outcomes_json(
-    outcomes: dict[str, StrategyOutcome], workload: Workload, cluster_costs: ClusterCosts, about: dict[str, Any]
-) -> dict[str, Any]:
+def _outcomes_json(found: StrategyComparison, about: dict[str, Any]) -> dict[str, Any]:
+    workload = found.workload
     shape = {"pipelines": workload.pipelines, "stages": workload.stages, "micro_batches": workload.micro_batches}
     return {
-        "strategies": {name: {**outcome.as_json(), **_shares(outcome, workload)} for name, outcome in outcomes.items()},
-        "best": _by_cost(outcomes.values())[0].name,
+        "strategies": {
+            name: {**outcome.as_json(), **_shares(outcome, workload)} for name, outcome in found.outcomes.items()
+        },
+        "best": found.best.name,
         "workload": {"name": workload.name, **shape, "samples": workload.samples},
-        "charges": asdict(cluster_costs),
+        "charges": asdict(found.cluster_costs),
         **about,
     }
 
 
-def _by_cost(outcomes: Iterable[StrategyOutcome]) -> list[StrategyOutcome]:
-    """Sort by cost per sample. Strategies that change training, or make no progress, come last."""
-    return sorted(outcomes, key=lambda o: (o.changes_training, o.usd_per_million.value, -o.goodput.value))
-
-
-def _print_outcomes(
-    outcomes: dict[str, StrategyOutcome], workload: Workload, market_traces: list[MarketTrace], priced: dict[str, Any]
-) -> None:
+def _print_outcomes(found: StrategyComparison, priced: dict[str, Any]) -> None:
+    outcomes, workload, market_traces = found.outcomes, found.workload, found.market_traces
     names = Column("strategy", min_width=max(map(len, outcomes)))
     table = Table(
         names, "samples/s", "loss-free", "of ideal", "$/h", "value", "$ per million", "training", "lost work",
-        Column("rollbacks", min_width=len("rollbacks")), box=box.SIMPLE, pad_edge=False,
+        "rollbacks", box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0),
     )  # fmt: skip
-    for outcome in _by_cost(outcomes.values()):
+    for outcome in found.by_cost():
         table.add_row(*_outcome_row(outcome, workload))
     make_console(stderr=False).print(table)
     first, runs = market_traces[0], len(market_traces)

@@ -125,12 +125,12 @@ class CostHandlers:
         members = () if state.epoch is None else state.members.present_members(state.epoch)
         spending.observe(state.phase, (member.node for member in members), state.now)
 
-    def handle_commit(self, step: int, *, undisturbed: bool) -> None:
+    def handle_commit(self, step: int, *, failure_free: bool) -> None:
         """A step was committed: measure the pace, end the run before the budget does, publish the progress."""
         state, spending = self.state, self.state.spending
         if not spending.is_active and not spending.has_limits:
             return
-        spending.record_commit(step, state.now, undisturbed=undisturbed, nodes=self._present_nodes)
+        spending.record_commit(step, state.now, failure_free=failure_free, nodes=self._present_nodes)
         if state.end_step is None and spending.check_budget(state.now, self._open_steps):
             self._stop()
         self._publish_progress()

@@ -394,7 +394,7 @@ class EventHandlers:
         """Store a commit, then tell the workers, which may drop what they kept for the step: from then on the next
         leader knows that the step is complete."""
         state, step = self.state, metrics.step
-        self.costs.handle_commit(step, undisturbed=self.epoch_change.is_idle)
+        self.costs.handle_commit(step, failure_free=self.epoch_change.is_idle)
         if not state.setup.survives_losses:
             yield from state.write_commit(metrics)
             return

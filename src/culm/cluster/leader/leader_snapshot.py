@@ -128,7 +128,7 @@ class LeaderProgress(msgspec.Struct, frozen=True, kw_only=True):
     returns: int = 0
     """Returns to the newest verified checkpoint."""
     last_commit_at: float | None = None
-    """When the last undisturbed step was committed, by the clock."""
+    """When the last failure-free step was committed, by the clock."""
     usual_step_s: float | None = None
     slowest_action_s: float = 0.0
     """The longest action so far: a worker that is silent for as long may still be computing."""

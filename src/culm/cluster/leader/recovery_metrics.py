@@ -115,7 +115,7 @@ class RecoveryMetrics:
         self._step_durations: collections.deque[float] = collections.deque(maxlen=32)
         self._epoch_step_durations: list[float] = []
         """Step durations of the current epoch only."""
-        self._last_undisturbed_commit_at: float | None = None
+        self._last_failure_free_commit_at: float | None = None
         """When the last step without a disturbance was committed."""
         self._first_suspicion_at: float | None = None
         """When a worker first reported an unreachable peer in this epoch."""
@@ -140,9 +140,9 @@ class RecoveryMetrics:
     def _missing_since(self, now: float, *, overdue: bool) -> float:
         """When the failure first showed. A report later than a step after the overdue step is not the first sign."""
         sign = now if self._first_suspicion_at is None else self._first_suspicion_at
-        if not overdue or self._last_undisturbed_commit_at is None or self.usual_step_s is None:
+        if not overdue or self._last_failure_free_commit_at is None or self.usual_step_s is None:
             return sign
-        due = self._last_undisturbed_commit_at + self.usual_step_s
+        due = self._last_failure_free_commit_at + self.usual_step_s
         return due if self._first_suspicion_at is None or sign > due + self.usual_step_s else sign
 
     @property
@@ -166,19 +166,19 @@ class RecoveryMetrics:
     def record_commit(self) -> None:
         """Record a step without a disturbance: its duration enters the usual step time."""
         now = self._clock.now()
-        if self._last_undisturbed_commit_at is not None:
-            self._step_durations.append(now - self._last_undisturbed_commit_at)
-            self._epoch_step_durations = [*self._epoch_step_durations[-31:], now - self._last_undisturbed_commit_at]
-        self._last_undisturbed_commit_at = now
+        if self._last_failure_free_commit_at is not None:
+            self._step_durations.append(now - self._last_failure_free_commit_at)
+            self._epoch_step_durations = [*self._epoch_step_durations[-31:], now - self._last_failure_free_commit_at]
+        self._last_failure_free_commit_at = now
 
     def restart_step_timer(self) -> None:
         """Measure the next step from now on: the disturbance is over."""
-        if self._last_undisturbed_commit_at is not None:
-            self._last_undisturbed_commit_at = self._clock.now()
+        if self._last_failure_free_commit_at is not None:
+            self._last_failure_free_commit_at = self._clock.now()
 
     @property
     def usual_step_s(self) -> float | None:
-        """Median duration of an undisturbed step in seconds; None: not known yet."""
+        """Median duration of a failure-free step in seconds; None: not known yet."""
         return statistics.median(self._step_durations) if self._step_durations else None
 
     def record_recovery(self, recovery: OpenRecovery) -> RecoveryRecord:
@@ -203,7 +203,7 @@ class RecoveryMetrics:
     @property
     def last_commit_at(self) -> float | None:
         """When the last step without a disturbance was committed."""
-        return self._last_undisturbed_commit_at
+        return self._last_failure_free_commit_at
 
     def restore(
         self,
@@ -217,7 +217,7 @@ class RecoveryMetrics:
         With the time of its last commit and its usual step time, the recovery from its loss includes the time in which
         the run stood still without a leader.
         """
-        self._last_undisturbed_commit_at = last_commit_at
+        self._last_failure_free_commit_at = last_commit_at
         if usual_step_s is not None:
             self._step_durations.append(usual_step_s)
         self.recoveries = list(recoveries)
@@ -230,6 +230,6 @@ class RecoveryMetrics:
         step time, but steps that are run again are late by their whole duration."""
         halt, now = recovery.halt, self._clock.now()
         steps = len(recovery.next_epoch.epoch.recovery.steps) + recovery.restarts_open_step
-        if self._last_undisturbed_commit_at is not None and (self.usual_step_s is not None or not steps):
-            return now - self._last_undisturbed_commit_at - steps * (self.usual_step_s or 0.0)
+        if self._last_failure_free_commit_at is not None and (self.usual_step_s is not None or not steps):
+            return now - self._last_failure_free_commit_at - steps * (self.usual_step_s or 0.0)
         return now - halt.started_at + halt.detect_s if recovery.rerun_steps else 0.0

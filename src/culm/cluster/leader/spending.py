@@ -56,7 +56,7 @@ class Spending:
         self._names: dict[int, str] = {}
         self._full_steps, self._full_s = 0, 0.0
         self._partial_steps, self._partial_s = 0, 0.0
-        """Undisturbed steps with fewer nodes, and how long all nodes would have taken for them."""
+        """Failure-free steps with fewer nodes, and how long all nodes would have taken for them."""
         self._last_full_commit_at: float | None = None
         self._last_commit_at: float | None = None
         """When the last step was committed; before the first, when training began."""
@@ -127,13 +127,13 @@ class Spending:
         """Whether the last observation was training: then step reports cannot change what the run does."""
         return bool(self._work[0]) and not self._work[1]
 
-    def record_commit(self, step: int, now: float, *, undisturbed: bool, nodes: int) -> None:
-        """A step was committed. `undisturbed`: nothing happened since the one before. `nodes`: with a slot."""
-        full = undisturbed and nodes >= self._setup.nodes
+    def record_commit(self, step: int, now: float, *, failure_free: bool, nodes: int) -> None:
+        """A step was committed. `failure_free`: nothing happened since the one before. `nodes`: with a slot."""
+        full = failure_free and nodes >= self._setup.nodes
         if full and self._last_full_commit_at is not None:
             self._full_steps += 1
             self._full_s += now - self._last_full_commit_at
-        elif undisturbed and not full and self._last_commit_at is not None:
+        elif failure_free and not full and self._last_commit_at is not None:
             self._partial_steps += 1
             self._partial_s += (now - self._last_commit_at) * nodes / self._setup.nodes
         self._last_full_commit_at = now if full else None
@@ -184,8 +184,8 @@ class Spending:
 
     @property
     def full_step_s(self) -> float | None:
-        """Mean duration of an undisturbed step with all nodes. While there was none: at least so long, judging
-        from those with fewer nodes. None: there was no undisturbed step."""
+        """Mean duration of a failure-free step with all nodes. While there was none: at least so long, judging
+        from those with fewer nodes. None: there was no failure-free step."""
         if self._full_steps:
             return self._full_s / self._full_steps
         return self._partial_s / self._partial_steps if self._partial_steps else None

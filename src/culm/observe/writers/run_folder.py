@@ -378,6 +378,7 @@ def saved_checkpoint_steps(out: str) -> list[int]:
 
 _COPY = "copy "
 """The beginning of the name of a span in which a GPU copied an output to the host, beside the next action."""
+_COPY_LENGTH = len(_COPY)
 _FIRST_COPY_THREAD = 1_000_000
 
 
@@ -389,7 +390,7 @@ def perfetto_trace(
     events: list[dict[str, Any]] = []
     for worker, rows in spans.items():
         threads = {worker: labels.get(worker, "")}
-        has_copies = _COPY in {action[: len(_COPY)] for _, action, _, _ in rows}
+        has_copies = _COPY in {action[:_COPY_LENGTH] for _, action, _, _ in rows}
         if has_copies:
             threads[_FIRST_COPY_THREAD + worker] = f"{labels.get(worker, '')} copies to the host"
         for thread, name in threads.items():

@@ -303,7 +303,7 @@ class FleetHistory:
 
     def efficiency(self, now: float, useful_s: float) -> float:
         """The share of the present nodes' time that became useful steps; the rest are starts, recoveries, repeated
-        work and checkpoints. `useful_s`: steps done, in seconds of undisturbed work with all nodes."""
+        work and checkpoints. `useful_s`: steps done, in seconds of failure-free work with all nodes."""
         return min(1.0, (useful_s + _EFFICIENCY_PRIOR_S) / (self._present_seconds(now) + _EFFICIENCY_PRIOR_S))
 
     def _present_seconds(self, now: float) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import math
 import struct
 from collections.abc import Callable, Sequence, ValuesView
@@ -149,8 +148,10 @@ class MicroBatchPrefetcher:
         ):
             return False
         step, micro = self._pending.popleft()
-        with contextlib.suppress(CulmError):
+        try:  # noqa: SIM105 - without the calls of a context manager
             self._prefetched[step, micro] = self._load(step, micro)
+        except CulmError:
+            pass
         return True
 
     def _move(self, batch: MicroBatch) -> MicroBatch:
@@ -170,7 +171,7 @@ class MicroBatchPrefetcher:
         else:
             batch = self._move(load_micro_batch(self._job, step, micro, _CPU))
         self._last_load_s = self._clock.now() - began
-        self._batch_bytes = _tensor_bytes(batch.inputs) + _tensor_bytes(batch.target)
+        self._batch_bytes = sum([tensor.nbytes for tensor in batch.inputs]) + _tensor_bytes(batch.target)
         return batch
 
 
@@ -263,6 +264,8 @@ def _default_collate(items: list[Any]) -> Any:
 
 def to_device(value: Any, device: torch.device) -> Any:
     """A structure with its tensors, and other objects that have a method `to`, moved to the device."""
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
 
     def moved(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):

@@ -9,8 +9,7 @@ A user's module takes part by calling `record(self, *tensors)` once in every tra
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -44,15 +43,17 @@ def record(module: nn.Module, *statistics: Tensor) -> None:
     _active_records[id(module)] = tuple(value.detach() for value in statistics)
 
 
-@contextmanager
-def collecting_records() -> Iterator[Records]:
-    """Collect what modules record while this is open."""
-    global _active_records  # noqa: PLW0603 - forward cannot be passed an argument, it is the user's
-    before, _active_records = _active_records, {}
-    try:
-        yield _active_records
-    finally:
-        _active_records = before
+class RecordCollector:
+    """Context manager: collects what modules record while it is open."""
+
+    def __enter__(self) -> Records:
+        global _active_records  # forward cannot be passed an argument, it is the user's
+        self._before, _active_records = _active_records, {}
+        return _active_records
+
+    def __exit__(self, *exception: object) -> None:
+        global _active_records  # noqa: PLW0603
+        _active_records = self._before
 
 
 def prepare_moving_modules(layer: int, module: nn.Module) -> list[nn.Module]:

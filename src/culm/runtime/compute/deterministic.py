@@ -79,7 +79,7 @@ def _check_layers(job: Job, device: torch.device) -> None:
     for index in range(len(job.layers)):
         layer = LayerReplica(job, index, build_layer(job, index).to(device), {})
         inputs = tuple(v.detach().requires_grad_(v.is_floating_point() and index > 0) for v in values)
-        with _naming(layer.label), cast, buffer_statistics.collecting_records():
+        with _naming(layer.label), cast, buffer_statistics.RecordCollector():
             outputs = call_layer(layer, inputs, derive_seed(job.seed, 0, 0, index))
         with _naming(layer.label):
             _run_backward(outputs, [*inputs, *layer.trainable.values()])

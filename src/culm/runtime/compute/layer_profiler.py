@@ -157,7 +157,7 @@ class _LayerTimer:
             cast = torch.autocast(self.device.type, torch.bfloat16)
         with (
             cast,
-            buffer_statistics.collecting_records(),
+            buffer_statistics.RecordCollector(),
             torch.autograd.graph.saved_tensors_hooks(saved, lambda t: t),
             deferred.counting(self.layer.module),
         ):

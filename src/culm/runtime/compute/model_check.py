@@ -242,7 +242,7 @@ def _run_layer(job: Job, layer: LayerReplica, values: Activations) -> tuple[Acti
     with (
         _FlopCounter() as flops,
         torch.autograd.graph.saved_tensors_hooks(saved, lambda tensor: tensor),
-        buffer_statistics.collecting_records() as recorded,
+        buffer_statistics.RecordCollector() as recorded,
         refusing_records(),
         deferred.counting(layer.module),
     ):

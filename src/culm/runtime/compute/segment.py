@@ -170,7 +170,7 @@ class Segment:
         result = MicroBatchResult()
         for layer in self.layers:
             layer.guard.before_forward()
-        with self._autocast(), buffer_statistics.collecting_records() as recorded:
+        with self._autocast(), buffer_statistics.RecordCollector() as recorded:
             outputs = (
                 self._forward_recompute(tape, inputs)
                 if self.job.recompute
@@ -193,7 +193,7 @@ class Segment:
             with (
                 torch.enable_grad(),
                 self._autocast(),
-                buffer_statistics.collecting_records(),
+                buffer_statistics.RecordCollector(),
                 layer.unknown_traits(),
             ):
                 call_layer(layer, values, seed=0)
@@ -348,7 +348,7 @@ class Segment:
         yield from reversed(tape.pieces)
         for layer, seed, values in reversed(tape.recompute_inputs):
             inputs = tuple(detach_contiguous(v) for v in values)
-            with torch.enable_grad(), self._autocast(), buffer_statistics.collecting_records():
+            with torch.enable_grad(), self._autocast(), buffer_statistics.RecordCollector():
                 outputs = call_layer(layer, inputs, seed)
             yield GraphPiece(inputs, outputs, [layer])
 

@@ -259,9 +259,10 @@ class SimulatedTransport:
         if peer is None:
             self.report_lost(to)
             return None
-        self.lost_peers.discard(to)
-        self.connected_peers.add(to)
-        peer.connected_peers.add(self.address)
+        if to in self.lost_peers or to not in self.connected_peers or self.address not in peer.connected_peers:
+            self.lost_peers.discard(to)
+            self.connected_peers.add(to)
+            peer.connected_peers.add(self.address)
         return peer
 
     def report_lost(self, peer: Address) -> None:

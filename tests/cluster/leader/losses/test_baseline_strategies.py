@@ -41,12 +41,12 @@ def run(
     described = job(features)
     setup = cached_setup(described, **{"pipelines": 2, "stages": 2, "out": str(out), **request})
     found = run_prepared(described, setup, faults=faults, cost=cost or random_action_cost(0), latency=0.001)
-    assert not found.unstruck_faults(faults)
+    assert not found.faults_not_reached(faults)
     return found, [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
 
 
 def rewound(out: Path, faults: Faults, **request: Any) -> tuple[SimulatedRun, list[dict[str, Any]]]:
-    """A run under `checkpoint`, or as requested, whose result equals that of the undisturbed run."""
+    """A run under `checkpoint`, or as requested, whose result equals that of the failure-free run."""
     found, events = run(out, faults, **{"strategy": "checkpoint", "checkpoint_every": 2, **request})
     assert found.state_sha256 == reference_result(job(request.get("features", ()))).state_sha256
     assert found.summary["samples"] == found.summary["samples_expected"] == STEPS * BATCH

@@ -1,7 +1,7 @@
 """24 real SIGKILLs of a node's agent and worker, at an action, with processes connected only by sockets.
 
 The sweep over every action is simulated (tests/testing); this fixed sample shows that real nodes behave the same. Each
-run must end with the weights and the optimizer state of one undisturbed process, to the last bit.
+run must end with the weights and the optimizer state of one failure-free process, to the last bit.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def run_disturbed(fork_server: ForkServerClient, folder: Path, disturb: Disturb,
     return asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
 
 
-def undisturbed() -> str:
+def failure_free() -> str:
     return reference(job(layers=[partial(Nap, 0.0)] * 4, steps=STEPS, exact=True)).state_sha256
 
 
@@ -76,7 +76,7 @@ async def stop_for_a_while(processes: Sequence[int]) -> None:
 
 def assert_nothing_lost(result: RunResult, folder: Path) -> None:
     assert result.summary is not None, result.message
-    assert result.summary["state_sha256"] == undisturbed()
+    assert result.summary["state_sha256"] == failure_free()
     assert result.summary["preemptions"] == 0
     assert (result.summary["samples_lost"], result.summary["samples_duplicated"]) == (0, 0)
     kinds = [json.loads(line)["kind"] for line in (folder / "events.jsonl").read_text().splitlines()]
@@ -118,6 +118,6 @@ def test_a_node_whose_session_has_ended_returns_with_its_state(
 
     result = run_disturbed(fork_server, tmp_path, disturb)
     assert result.summary is not None, result.message
-    assert (result.summary["state_sha256"], result.summary["preemptions"]) == (undisturbed(), 0)
+    assert (result.summary["state_sha256"], result.summary["preemptions"]) == (failure_free(), 0)
     kinds = [json.loads(line)["kind"] for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert "lost" not in kinds

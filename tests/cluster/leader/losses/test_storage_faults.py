@@ -71,12 +71,12 @@ def fault(request: pytest.FixtureRequest) -> Exception:
 def test_a_checkpoint_storage_that_fails_for_a_moment_costs_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Exception, method: str
 ) -> None:
-    undisturbed = simulate(job(steps=STEPS))
+    failure_free = simulate(job(steps=STEPS))
     translated = CheckpointError(f"could not {method}: {fault}")
     monkeypatch.setattr(Storage, method, failing(2, translated, getattr(Storage, method)))
     monkeypatch.setattr(RunFolder, "open", lambda *_: None)  # only the checkpoints fail
     found = simulate(job(steps=STEPS), out=str(tmp_path), checkpoint_every=4)
-    assert found.weights_sha256 == undisturbed.weights_sha256
+    assert found.weights_sha256 == failure_free.weights_sha256
     assert found.summary["checkpoints"][-1] == STEPS
     CheckpointCatalog(Storage(tmp_path / "checkpoints")).check(STEPS)
 

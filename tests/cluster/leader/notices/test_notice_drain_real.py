@@ -53,8 +53,8 @@ def slow(seconds: float = 0.005) -> Job:
 
 
 @pytest.fixture(scope="module")
-def undisturbed() -> str:
-    """The weights of an undisturbed run."""
+def failure_free() -> str:
+    """The weights of a failure-free run."""
     return reference(slow(0.0)).weights_sha256
 
 
@@ -104,12 +104,14 @@ WHO: dict[str, tuple[int, Callable[[RunHandle], Sequence[int]]]] = {
 
 
 @pytest.mark.parametrize("who", WHO)
-def test_a_node_with_sigterm_leaves_and_nothing_is_lost_or_redone(watched: Watched, undisturbed: str, who: str) -> None:
+def test_a_node_with_sigterm_leaves_and_nothing_is_lost_or_redone(
+    watched: Watched, failure_free: str, who: str
+) -> None:
     stages, chosen = WHO[who]
     result, nodes, statuses = told_to_go(watched, chosen, stages=stages)
     assert result.summary is not None, result.message
     found = result.summary
-    assert found["weights_sha256"] == undisturbed
+    assert found["weights_sha256"] == failure_free
     assert (found["steps"], found["samples_lost"], found["samples_duplicated"]) == (STEPS, 0, 0)
     recoveries: Any = found["recoveries"]
     assert sorted(node for each in recoveries for node in each["lost"]) == sorted(nodes)
@@ -117,15 +119,15 @@ def test_a_node_with_sigterm_leaves_and_nothing_is_lost_or_redone(watched: Watch
     assert statuses == dict.fromkeys(range(2 * stages), 0)
 
 
-def test_a_run_starts_without_a_node_with_sigterm_before_the_first_step(watched: Watched, undisturbed: str) -> None:
+def test_a_run_starts_without_a_node_with_sigterm_before_the_first_step(watched: Watched, failure_free: str) -> None:
     result, _, statuses = told_to_go(watched, lambda run: [1], after=0, stages=1)
     assert result.summary is not None, result.message
-    assert result.summary["weights_sha256"] == undisturbed
+    assert result.summary["weights_sha256"] == failure_free
     assert statuses == dict.fromkeys(range(2), 0)
 
 
 def test_sigterm_to_all_nodes_leaves_a_checkpoint_to_resume_from(
-    watched: Watched, undisturbed: str, tmp_path: Path
+    watched: Watched, failure_free: str, tmp_path: Path
 ) -> None:
     result, _, statuses = told_to_go(watched, lambda run: range(4), out=str(tmp_path))
     assert result.error == "NodeLost"
@@ -134,4 +136,4 @@ def test_sigterm_to_all_nodes_leaves_a_checkpoint_to_resume_from(
     assert statuses == dict.fromkeys(range(4), 0)
     resumed, _, _ = told_to_go(watched, lambda run: [], stages=1, resume=str(tmp_path))
     assert resumed.summary is not None, resumed.message
-    assert resumed.summary["weights_sha256"] == undisturbed
+    assert resumed.summary["weights_sha256"] == failure_free

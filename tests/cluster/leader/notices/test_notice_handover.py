@@ -32,7 +32,7 @@ def cost(node: int, step: int, action: str) -> float:
 
 @pytest.fixture(scope="module")
 def pace_s() -> float:
-    """Virtual seconds of an undisturbed step."""
+    """Virtual seconds of a failure-free step."""
     return run_prepared(JOB, cached_setup(JOB, **SHAPE), cost=cost, latency=LATENCY_S).virtual_s / JOB.steps
 
 

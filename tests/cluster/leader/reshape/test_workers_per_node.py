@@ -44,7 +44,7 @@ def setup_of(pipelines: int, stages: int, strategy: str) -> RunSetup:
 def survived(faults: Faults, setup: RunSetup, **options: Any) -> SimulatedRun:
     """A run with faults, all of which strike, that has the result of one process."""
     run = run_and_compare(trained_job(), setup, faults, 0, reference_result(trained_job()), **options)
-    assert not run.unstruck_faults(faults)
+    assert not run.faults_not_reached(faults)
     return run
 
 

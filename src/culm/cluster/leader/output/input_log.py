@@ -14,6 +14,7 @@ from culm.cluster.leader.events import Instruction, LeaderEvent
 from culm.cluster.leader.leader_state import JobFacts, LeaderState
 from culm.cluster.run_setup import RunSetup
 from culm.errors import UsageError
+from culm.text_format import count_noun
 
 MAX_BYTES = 64 << 20
 """Size of the log of one leader, after which nothing more is recorded."""
@@ -57,6 +58,31 @@ class ReplayDifference(msgspec.Struct, frozen=True):
     number: int
     entry: LogEntry
     instructions: list[str]
+
+
+class LeaderReplay(msgspec.Struct, frozen=True):
+    """The replay of one leader's log. str() says the result in a sentence."""
+
+    log: str
+    """Name of its file."""
+    events: int
+    """How many were handled, up to the first difference."""
+    difference: ReplayDifference | None
+
+    @property
+    def equal(self) -> bool:
+        """Whether the leader gives the recorded instructions for every event."""
+        return self.difference is None
+
+    def __str__(self) -> str:
+        if self.difference is None:
+            return f"{self.log}: {count_noun(self.events, 'event')}, the same instructions"
+        at = self.difference
+        event, recorded = type(at.entry.event).__name__, ", ".join(at.entry.names) or "none"
+        return (
+            f"{self.log}: {count_noun(self.events, 'event')}, first difference at event {at.number} ({event} at "
+            f"{at.entry.now:.6f}): recorded {recorded}; now {', '.join(at.instructions) or 'none'}\n{at.entry.event}"
+        )
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -142,6 +168,14 @@ def replay(path: Path) -> tuple[int, ReplayDifference | None]:
         if digest(instructions) != entry.digest:
             return count, ReplayDifference(count, entry, [type(each).__name__ for each in instructions])
     return count, None
+
+
+def replay_run(folder: str) -> list[LeaderReplay]:
+    """Replay the logs of all leaders of a run. Raises UsageError if the folder has none."""
+    paths = sorted(Path(folder).glob(FILE_PATTERN))
+    if not paths:
+        raise UsageError(f"{folder} has no {FILE_PATTERN}: name the local folder of a run (culm run --out)")
+    return [LeaderReplay(path.name, *replay(path)) for path in paths]
 
 
 def _frame(data: bytes) -> bytes:

@@ -95,6 +95,8 @@ class RunFiles:
 
     async def _write_trace(self) -> None:
         """Write trace.json, unless that fails: a disk that is too full for it has everything that the run is for."""
+        if self._state.setup.out is None:
+            return
         try:
             async with asyncio.timeout(STALL_S):
                 await self._output.write_json("trace.json", self._trace())

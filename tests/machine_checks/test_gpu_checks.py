@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from culm.cli.checks.gpu_checks import GpuFacts, check_gpus, find_gpu_facts
+from culm.machine_checks.gpu_checks import GpuFacts, check_gpus, find_gpu_facts
 
 H200 = GpuFacts(names=["H200", "H200"], cuda="12.8", driver="570.86", nccl=(2, 28, 9))
 

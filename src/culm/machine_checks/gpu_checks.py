@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 
-from culm.cli.checks.check_result import CheckResult
 from culm.device.device_sums import REFUSED_NCCL
 from culm.device.host_memory import machine_memory_bytes, usable_memory_bytes
+from culm.machine_checks.check_result import CheckResult
 from culm.providers.kill_injection import uses_mps
 
 _MIN_LOCKED_BYTES = 1 << 30
