@@ -43,8 +43,14 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _MAX_ARENAS = 2
 """Heaps of a process. By default glibc creates eight per core, whenever a thread starts while others run: every loss
 starts a few, so that a process that survives many would grow for hours."""
+_AGENT_THRESHOLD = 1 << 20
+"""Blocks of this size are returned to the kernel when an agent frees them, and so is free memory at the end of a heap.
+By default glibc raises both thresholds with the largest block that was freed: an agent that has read a large file once
+would keep up to twice its size."""
 _MAX_MMAP_THRESHOLD = 32 << 20
 """Largest M_MMAP_THRESHOLD that glibc accepts, in bytes."""
+_FLIGHT_RECORDER_VARIABLE = "TORCH_FR_BUFFER_SIZE"
+"""Number of sums whose call stacks torch keeps to debug a hang, 2,000 by default."""
 
 
 def run_node(job: Job, command: StartNode, process_table: ProcessTable) -> None:
@@ -53,7 +59,9 @@ def run_node(job: Job, command: StartNode, process_table: ProcessTable) -> None:
     # Objects imported before the fork are never freed: collecting them, here and in the workers, would only copy their
     # pages.
     gc.freeze()
-    _set_malloc_options({_M_ARENA_MAX: _MAX_ARENAS})
+    _set_malloc_options(
+        {_M_ARENA_MAX: _MAX_ARENAS, _M_TRIM_THRESHOLD: _AGENT_THRESHOLD, _M_MMAP_THRESHOLD: _AGENT_THRESHOLD}
+    )
     clock = RealClock(KillInjector(command.kills, process_table))
     hooks = HookProcess(job) if command.runs_hooks else None
     set_process_title("agent", command.title or command.store.job, command.node)
@@ -185,6 +193,8 @@ def _run_worker(job: Job, order: StartNode, index: int, address: str, clock: Rea
     set_process_title("worker", order.title or order.store.job, order.node)
     # Only the fork server needs the NVML check: it takes milliseconds, and optimizers ask for GPUs in every step.
     os.environ.pop(NVML_CHECK_VARIABLE, None)
+    # Hangs are found by heartbeats. What is kept of each sum would be scattered over the heap, which then grows.
+    os.environ.setdefault(_FLIGHT_RECORDER_VARIABLE, "0")
     if job.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # autograd then does not query the GPU driver
     torch.set_num_threads(job.threads)

@@ -96,6 +96,9 @@ def _table(fields: dict[str, Any]) -> Table:
             f"growth of {growth['role']}",
             f"{growth['mb_per_h']:+.2f} MB per hour, observed {growth['observed_s']:.0f} s",
         )
+    for growth in fields["total_growth"][:1]:
+        roles = ", then ".join(growth["roles"])
+        table.add_row("largest growth in total", f"{growth['mb']:+.1f} MB in {growth['observed_s']:.0f} s ({roles})")
     if fields["plot"]:
         table.add_row("plot", fields["plot"])
     return table
