@@ -64,8 +64,10 @@ def _folder(out: str | None) -> tuple[Path, Path | None]:
 
 
 def _run(seconds: float, seed: int, folder: Path) -> SoakResult:
+    from culm.providers.allocator import return_freed_memory
     from culm.soak.soak_run import run_soak
 
+    return_freed_memory()  # as the supervisor of a run does: this process is one, and is judged
     console = Console(stderr=True)
     if not console.is_terminal:
         return run_soak(seconds, seed, folder)
