@@ -4,6 +4,7 @@ import errno
 import hashlib
 import os
 import subprocess
+import tracemalloc
 from typing import TYPE_CHECKING, Any
 
 import fsspec
@@ -220,6 +221,26 @@ def test_a_folder_in_the_way_of_a_file_is_named(tmp_path: Path) -> None:
 def test_reading_a_missing_file_names_it(storage: Storage) -> None:
     with pytest.raises(CheckpointError, match=r"could not read .*/x: it does not exist"):
         storage.read("x")
+
+
+def test_lines_are_read_one_by_one(storage: Storage) -> None:
+    storage.write("lines", b"one\ntwo\n\nlast")
+    assert list(storage.read_lines("lines")) == [b"one\n", b"two\n", b"\n", b"last"]
+    with pytest.raises(CheckpointError, match="does not exist"):
+        next(storage.read_lines("missing"))
+
+
+def test_the_checksum_of_a_small_file_needs_little_memory(tmp_path: Path) -> None:
+    """The allocator keeps what was needed once."""
+    storage = Storage(tmp_path)
+    storage.write("small", bytes(1000))
+    tracemalloc.start()
+    try:
+        assert storage.sha256("small") == hashlib.sha256(bytes(1000)).hexdigest()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1 << 20
 
 
 def test_a_missing_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ import mmap
 import resource
 import sys
 
-from culm.providers import node_process
+from culm.providers import allocator
 
 
 def faults() -> int:
@@ -16,7 +16,7 @@ def faults() -> int:
 
 def main(how: str) -> None:
     if how == "keep":
-        node_process._keep_freed_memory()
+        allocator.keep_freed_memory()
     faults()
     print(faults() * mmap.PAGESIZE >> 20)
 

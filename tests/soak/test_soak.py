@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import json
+import mmap
+import os
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from culm.cli import main
-from culm.soak.process_samples import ProcessSample, SampleFile, memory_growth
+from culm.soak.process_samples import (
+    ProcessSample,
+    SampleFile,
+    memory_growth,
+    own_memory,
+    sample_processes,
+    total_growth,
+)
 from culm.soak.soak_run import plot_samples, run_soak
 
 
@@ -44,6 +54,44 @@ def test_a_process_that_was_observed_too_briefly_does_not_count() -> None:
     assert memory_growth(samples("worker", 1, 30.0)[:300], warm_up_s=60.0, min_observed_s=300.0) == []
 
 
+def test_a_change_of_role_is_no_growth_in_a_role_but_growth_in_total() -> None:
+    """An agent that grows by 30 MB when it becomes the leader, and not after."""
+    led = [sample._replace(t=600 + sample.t, role="leader", memory=sample.memory + 30 * 10**6) for sample in flat(100)]
+    (agent, leader) = memory_growth(flat(100) + led, warm_up_s=60.0, min_observed_s=300.0)
+    assert (agent.mb_per_h, leader.mb_per_h) == (0.0, 0.0)
+    (total,) = total_growth(flat(100) + led, warm_up_s=60.0)
+    assert (total.roles, total.mb) == (("agent", "leader"), 30.0)
+
+
+def test_growth_in_total_is_that_between_the_warm_up_and_the_end() -> None:
+    (grown,) = total_growth(samples("worker", 1, 36.0), warm_up_s=60.0)
+    assert grown.mb == pytest.approx(5 + 36 * 540 / 3600, abs=0.2)
+    assert grown.observed_s == 539
+
+
+def flat(mb: int) -> list[ProcessSample]:
+    """Ten minutes of an agent that does not grow."""
+    return [ProcessSample(float(t), 1, "agent", mb * 10**6, 10) for t in range(600)]
+
+
+def test_pages_of_files_are_not_memory_of_a_process() -> None:
+    """Of a real process, that maps a file and reads all of it."""
+    rollup = "55d-7ff ---p 0 00:00 0 [rollup]\nRss: 900 kB\nPss_Shmem: 20 kB\nAnonymous: 300 kB\nLocked: 0 kB\n"
+    assert own_memory(rollup) == 320 * 1024
+    before = next(sample_processes(0.0, {os.getpid(): "worker"}))
+    with tempfile.TemporaryFile() as file:
+        file.write(bytes(64 << 20))
+        file.flush()
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            assert sum(mapped[::4096]) == 0
+            after = next(sample_processes(1.0, {os.getpid(): "worker"}))
+    kept = bytearray(b"x") * (64 << 20)
+    grown = next(sample_processes(2.0, {os.getpid(): "worker"}))
+    assert after.memory - before.memory < 16 << 20
+    assert grown.memory - after.memory > 48 << 20
+    del kept
+
+
 def test_samples_are_kept_in_a_file(tmp_path: Path) -> None:
     file, some = SampleFile(tmp_path / "processes.csv"), samples("worker", 1, 0.0)[:3]
     assert file.read() == []
@@ -55,7 +103,7 @@ def test_samples_are_kept_in_a_file(tmp_path: Path) -> None:
 def test_the_plot_has_memory_files_and_processes() -> None:
     text = plot_samples(samples("worker", 1, 0.0)[::60] + samples("agent", 2, 0.0)[::60], "title")
     assert text.startswith("<svg")
-    assert all(word in text for word in ("resident memory", "open files", "processes", ">worker<", ">agent<"))
+    assert all(word in text for word in ("memory of the largest", "open files", "processes", ">worker<", ">agent<"))
 
 
 @pytest.mark.parametrize("minutes", ["0", "-1"])

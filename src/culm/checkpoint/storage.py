@@ -94,12 +94,19 @@ class Storage:
         with self._translate_errors("read", name):
             return bytes(self._fs.cat_file(self._full_path(name), begin, end)) if end > begin else b""
 
+    def read_lines(self, name: str) -> Iterator[bytes]:
+        """The lines of the file with their ends, one after the other: it may be larger than memory."""
+        with self._translate_errors("read", name), self._fs.open(self._full_path(name), "rb") as file:
+            yield from file
+
     def sha256(self, name: str) -> str:
         """The checksum of the file, read in pieces: it may be larger than memory."""
         digest = hashlib.sha256()
         with self._translate_errors("read", name), self._fs.open(self._full_path(name), "rb") as file:
-            # Large pieces: after each one this thread waits for the interpreter lock, which training holds.
-            while piece := file.read(_READ_BYTES):
+            # Large pieces: after each one this thread waits for the interpreter lock, which training holds. Not larger
+            # than the file: the allocator keeps what a process has once held.
+            size = getattr(file, "size", None) or _READ_BYTES
+            while piece := file.read(min(size, _READ_BYTES)):
                 digest.update(piece)
         return digest.hexdigest()
 
@@ -154,6 +161,8 @@ class Storage:
         try:
             before_access(verb)
             yield
+        except CheckpointError:  # of another file, which a caller reads or writes meanwhile
+            raise
         # Drivers raise arbitrary exceptions: each cloud has its own classes.
         except Exception as error:
             raise CheckpointError(f"could not {verb} {self.display_path(name)}: {_describe_error(error)}") from error

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import gc
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from multiprocessing import Pipe
 from typing import TYPE_CHECKING
@@ -19,6 +18,7 @@ from culm.cluster.agent.liveness_probe import refuses_connection
 from culm.cluster.agent.preemption_notice import FirstNoticeSource, SignalNoticeSource, make_notice_source
 from culm.device.nccl_settings import configure_nccl
 from culm.errors import DeviceFailed, RunError
+from culm.providers.allocator import keep_freed_memory, return_freed_memory
 from culm.providers.fork_server import NVML_CHECK_VARIABLE, StartNode, fork, wait_readable
 from culm.providers.hook_process import HookProcess
 from culm.providers.kill_injection import KillInjector, ProcessTable
@@ -39,12 +39,8 @@ if TYPE_CHECKING:
     from culm.cluster.store.store import Store
     from culm.job import Job
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
-_MAX_ARENAS = 2
-"""Heaps of a process. By default glibc creates eight per core, whenever a thread starts while others run: every loss
-starts a few, so that a process that survives many would grow for hours."""
-_MAX_MMAP_THRESHOLD = 32 << 20
-"""Largest M_MMAP_THRESHOLD that glibc accepts, in bytes."""
+_FLIGHT_RECORDER_VARIABLE = "TORCH_FR_BUFFER_SIZE"
+"""Number of sums whose call stacks torch keeps to debug a hang, 2,000 by default."""
 
 
 def run_node(job: Job, command: StartNode, process_table: ProcessTable) -> None:
@@ -53,7 +49,7 @@ def run_node(job: Job, command: StartNode, process_table: ProcessTable) -> None:
     # Objects imported before the fork are never freed: collecting them, here and in the workers, would only copy their
     # pages.
     gc.freeze()
-    _set_malloc_options({_M_ARENA_MAX: _MAX_ARENAS})
+    return_freed_memory()
     clock = RealClock(KillInjector(command.kills, process_table))
     hooks = HookProcess(job) if command.runs_hooks else None
     set_process_title("agent", command.title or command.store.job, command.node)
@@ -185,10 +181,12 @@ def _run_worker(job: Job, order: StartNode, index: int, address: str, clock: Rea
     set_process_title("worker", order.title or order.store.job, order.node)
     # Only the fork server needs the NVML check: it takes milliseconds, and optimizers ask for GPUs in every step.
     os.environ.pop(NVML_CHECK_VARIABLE, None)
+    # Hangs are found by heartbeats. What is kept of each sum would be scattered over the heap, which then grows.
+    os.environ.setdefault(_FLIGHT_RECORDER_VARIABLE, "0")
     if job.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # autograd then does not query the GPU driver
     torch.set_num_threads(job.threads)
-    _keep_freed_memory()
+    keep_freed_memory()
     if job.device != "cpu":
         configure_nccl(
             order.node * order.workers_per_node + index,
@@ -237,20 +235,6 @@ def _busy_wait_s(workers_on_host: int) -> float:
     """Seconds that a worker polls for a frame before it sleeps, because waking up takes longer than most frames. Zero
     unless every worker has a core for itself and one is left for the rest."""
     return 0.020 if len(os.sched_getaffinity(0)) > workers_on_host else 0.0
-
-
-def _keep_freed_memory() -> None:
-    """Let the allocator keep freed memory for the next micro-batch instead of returning it to the kernel, which costs
-    5 to 10 % of the time of a layer of width 256."""
-    _set_malloc_options({_M_TRIM_THRESHOLD: -1, _M_MMAP_THRESHOLD: _MAX_MMAP_THRESHOLD})
-
-
-def _set_malloc_options(options: Mapping[int, int]) -> None:
-    """Set options of the allocator. Only glibc has them."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        for option, value in options.items():
-            mallopt(option, value)
 
 
 async def _wait_for_exit(pid: int) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_END_SAMPLES = 5
+"""Samples at the end of a process whose median is what it had then: one alone may be in the middle of a recovery."""
 _MAX_POINTS = 150
 """Samples of a process from which its growth is computed; more are thinned out."""
 
@@ -23,17 +23,27 @@ class ProcessSample(NamedTuple):
     role: str
     """supervisor, fork server, etcd, leader (the agent that leads), agent or worker."""
     memory: int
-    """Resident bytes."""
+    """Resident bytes of its own: without pages of files, such as the code of libraries, which all processes share and
+    the kernel drops on demand."""
     files: int
     """Open files."""
 
 
 class MemoryGrowth(NamedTuple):
-    """How the memory of a process has grown after the warm-up."""
+    """How the memory of a process has grown in one role, after the warm-up."""
 
     role: str
     pid: int
     mb_per_h: float
+    observed_s: float
+
+
+class TotalGrowth(NamedTuple):
+    """By how much the memory of a process has grown since its warm-up, whatever its roles were."""
+
+    roles: tuple[str, ...]
+    pid: int
+    mb: float
     observed_s: float
 
 
@@ -59,9 +69,16 @@ def sample_processes(t: float, processes: Mapping[int, str]) -> Iterator[Process
     """A sample of each process that has not ended."""
     for pid, role in processes.items():
         with contextlib.suppress(OSError, IndexError):
-            resident = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
-            if resident:  # a process that has ended and was not reaped has none
-                yield ProcessSample(t, pid, role, resident, len([*Path(f"/proc/{pid}/fd").iterdir()]))
+            memory = own_memory(Path(f"/proc/{pid}/smaps_rollup").read_text())
+            if memory:  # a process that has ended and was not reaped has none
+                yield ProcessSample(t, pid, role, memory, len([*Path(f"/proc/{pid}/fd").iterdir()]))
+
+
+def own_memory(rollup: str) -> int:
+    """The resident bytes of a process that are no pages of files, from its smaps_rollup: statm counts per processor and
+    may be wrong by megabytes."""
+    fields = dict(line.split()[:2] for line in rollup.splitlines()[1:])
+    return 1024 * (int(fields["Anonymous:"]) + int(fields.get("Pss_Shmem:", 0)))
 
 
 class SampleFile:
@@ -82,7 +99,7 @@ class SampleFile:
 
 def memory_growth(samples: Sequence[ProcessSample], warm_up_s: float, min_observed_s: float) -> list[MemoryGrowth]:
     """The growth of each process that was observed for so long after its warm-up: `warm_up_s` after its first sample in
-    its role. The fastest growing comes first."""
+    its role. The fastest growing comes first. What a change of its role adds is in `total_growth` alone."""
     by_process: dict[tuple[int, str], list[ProcessSample]] = {}
     for sample in samples:
         by_process.setdefault((sample.pid, sample.role), []).append(sample)
@@ -93,6 +110,22 @@ def memory_growth(samples: Sequence[ProcessSample], warm_up_s: float, min_observ
             slope = _median_slope([(sample.t, sample.memory / 1e6) for sample in warm])
             found.append(MemoryGrowth(own[0].role, pid, 3600 * slope, warm[-1].t - warm[0].t))
     return sorted(found, key=lambda growth: -growth.mb_per_h)
+
+
+def total_growth(samples: Sequence[ProcessSample], warm_up_s: float) -> list[TotalGrowth]:
+    """By how much each process has grown between its warm-up, `warm_up_s` after its first sample, and its end. Largest
+    growth first."""
+    by_process: dict[int, list[ProcessSample]] = {}
+    for sample in samples:
+        by_process.setdefault(sample.pid, []).append(sample)
+    found = []
+    for pid, own in by_process.items():
+        warm = [sample for sample in own if sample.t >= own[0].t + warm_up_s]
+        if warm:
+            end = statistics.median(sample.memory for sample in warm[-_END_SAMPLES:])
+            roles = tuple(dict.fromkeys(sample.role for sample in warm))
+            found.append(TotalGrowth(roles, pid, (end - warm[0].memory) / 1e6, warm[-1].t - warm[0].t))
+    return sorted(found, key=lambda growth: -growth.mb)
 
 
 def _median_slope(points: Sequence[tuple[float, float]]) -> float:

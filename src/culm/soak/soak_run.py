@@ -20,9 +20,11 @@ from culm.soak.process_samples import (
     MemoryGrowth,
     ProcessSample,
     SampleFile,
+    TotalGrowth,
     memory_growth,
     processes_by_role,
     sample_processes,
+    total_growth,
 )
 from culm.soak.real_faults import RealFaults
 from culm.soak.soak_job import soak_job
@@ -31,6 +33,8 @@ from culm.training import pickle_job
 
 PIPELINES, STAGES = 4, 2
 MAX_GROWTH_MB_PER_H = 1.0
+MAX_TOTAL_GROWTH_MB = 8.0
+"""A process that changes its role loads code and data once. More than this, after its warm-up, is more than that."""
 MIN_GROWTH_MB = 1.0
 """Growth below this is within what allocators vary by, whatever it is per hour."""
 MIN_JUDGED_S = 1200.0
@@ -60,6 +64,8 @@ class SoakResult:
     summary: Mapping[str, Any] = field(default_factory=dict)
     growth: Sequence[MemoryGrowth] = ()
     """Growth of the processes that were observed long enough, fastest first."""
+    total_growth: Sequence[TotalGrowth] = ()
+    """Growth of all processes over all their roles, largest first."""
     samples: Sequence[ProcessSample] = ()
     problems: Sequence[str] = ()
     """What went wrong; empty: nothing."""
@@ -77,6 +83,7 @@ class SoakResult:
             "samples_lost": self.summary.get("samples_lost"),
             "samples_duplicated": self.summary.get("samples_duplicated"),
             "growth": [growth._asdict() for growth in self.growth],
+            "total_growth": [growth._asdict() for growth in self.total_growth],
             "survived": not self.problems,
             "problems": list(self.problems),
         }
@@ -100,7 +107,8 @@ def run_soak(
         problems += _differences(summary)
     samples = soak.read_samples()
     growth = memory_growth(samples, warm_up_s(seconds), 0.3 * seconds)
-    problems += _too_fast(growth)
+    total = total_growth(samples, warm_up_s(seconds))
+    problems += _too_fast(growth) + _too_much(total)
     return SoakResult(
         seconds=seconds,
         seed=seed,
@@ -108,6 +116,7 @@ def run_soak(
         faults=dict(sorted(soak.fault_counts.items())),
         summary=summary,
         growth=growth,
+        total_growth=total,
         samples=samples,
         problems=problems,
     )
@@ -138,6 +147,14 @@ def _too_fast(growth: Sequence[MemoryGrowth]) -> list[str]:
         and each.observed_s >= MIN_JUDGED_S
         and each.mb_per_h > MAX_GROWTH_MB_PER_H
         and each.mb_per_h * each.observed_s / 3600 > MIN_GROWTH_MB
+    ]
+
+
+def _too_much(growth: Sequence[TotalGrowth]) -> list[str]:
+    return [
+        f"process {each.pid} ({', then '.join(each.roles)}) has grown by {each.mb:.1f} MB in {each.observed_s:.0f} s"
+        for each in growth
+        if each.roles != ("etcd",) and each.mb > MAX_TOTAL_GROWTH_MB
     ]
 
 
@@ -270,7 +287,9 @@ def plot_samples(samples: Sequence[ProcessSample], title: str) -> str:
 
     panels = [
         ChartPanel(
-            "resident memory of the largest process, MB", curves(lambda of: max(s.memory for s in of) / 1e6), True
+            "memory of the largest process, without pages of files, MB",
+            curves(lambda of: max(s.memory for s in of) / 1e6),
+            True,
         ),
         ChartPanel("open files of the process with the most", curves(lambda of: max(s.files for s in of)), True),
         ChartPanel("processes", curves(len), True),

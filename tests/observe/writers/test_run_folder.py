@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+import tracemalloc
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -88,6 +89,26 @@ def test_a_line_that_was_cut_off_when_its_writer_died_is_dropped(out: str) -> No
     write(out, 2, resumed_at=2)
     assert steps(out) == [0, 1, 2]
     assert len(lines(out, "events.jsonl")) == 2
+
+
+@pytest.mark.parametrize("work", ["open", "rewind"])
+def test_a_leader_that_takes_over_does_not_hold_the_lines_of_the_whole_run(tmp_path: Path, work: str) -> None:
+    """Memory for them would grow with the run."""
+    (tmp_path / "steps.jsonl").write_text("".join(f'{{"step": {step}, "loss": 0.125}}\n' for step in range(200_000)))
+    size = (tmp_path / "steps.jsonl").stat().st_size
+    folder = RunFolder(str(tmp_path), resumed_at=200_000)
+    if work == "rewind":
+        folder.open()
+    tracemalloc.start()
+    try:
+        folder.rewind(100_000) if work == "rewind" else folder.open()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    folder.close()
+    assert size > 5 << 20
+    assert peak < 2 << 20
+    assert len(steps(str(tmp_path))) == (100_000 if work == "rewind" else 200_000)
 
 
 def test_on_a_path_lines_are_there_as_they_happen(tmp_path: Path) -> None:

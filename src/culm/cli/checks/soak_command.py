@@ -64,8 +64,10 @@ def _folder(out: str | None) -> tuple[Path, Path | None]:
 
 
 def _run(seconds: float, seed: int, folder: Path) -> SoakResult:
+    from culm.providers.allocator import return_freed_memory
     from culm.soak.soak_run import run_soak
 
+    return_freed_memory()  # as the supervisor of a run does: this process is one, and is judged
     console = Console(stderr=True)
     if not console.is_terminal:
         return run_soak(seconds, seed, folder)
@@ -96,6 +98,9 @@ def _table(fields: dict[str, Any]) -> Table:
             f"growth of {growth['role']}",
             f"{growth['mb_per_h']:+.2f} MB per hour, observed {growth['observed_s']:.0f} s",
         )
+    for growth in fields["total_growth"][:1]:
+        roles = ", then ".join(growth["roles"])
+        table.add_row("largest growth in total", f"{growth['mb']:+.1f} MB in {growth['observed_s']:.0f} s ({roles})")
     if fields["plot"]:
         table.add_row("plot", fields["plot"])
     return table

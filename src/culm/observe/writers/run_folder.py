@@ -9,7 +9,7 @@ import math
 import os
 import struct
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -30,6 +30,8 @@ _FLOCK_FORMAT = "@hhqqi"
 """`struct flock` of Linux, to ask whether a lock is held without taking it."""
 
 
+_COPIED_BYTES = 1 << 18
+"""Bytes of lines that are written at once when a file of lines is copied."""
 LINE_FILES = ("steps.jsonl", "events.jsonl")
 SHARED_PREFIX = ".shared-"
 """Begins the name of the file by which machines recognise the folder of their run (providers/shared_folder.py)."""
@@ -109,24 +111,25 @@ class RunFolder:
                     self._open_line_file(name, self._saved_lines(name))
         self.creates = False
 
-    def _open_line_file(self, name: str, content: bytes) -> None:
-        """Replace a file of lines and open it."""
+    def _open_line_file(self, name: str, lines: Iterable[bytes]) -> None:
+        """Replace a file of lines and open it. The lines are copied one by one: a long run has gigabytes of them."""
         path = self._storage.local_path(name)
         if path is None:
             file: BinaryIO = tempfile.TemporaryFile("w+b", buffering=0)  # noqa: SIM115 until the run ends
-            _write_all(file, content)
+            size = _write_lines(file, lines)
         else:
-            self._storage.write(name, content)
+            with self._storage.open_new(name) as new:
+                size = _write_lines(new, lines)
             file = _open_lines(path)
             _lock(file)
-        self._line_files[name], self._sizes[name] = file, len(content)
+        self._line_files[name], self._sizes[name] = file, size
         self._damaged.discard(name)
 
-    def _saved_lines(self, name: str) -> bytes:
+    def _saved_lines(self, name: str) -> Iterable[bytes]:
         """The lines in the folder of a resumed run that are kept."""
         if self._resumed_at is None or not self._storage.exists(name):
-            return b""
-        return _lines_before(name, self._storage.read(name), self._resumed_at)
+            return ()
+        return _lines_before(name, self._storage.read_lines(name), self._resumed_at)
 
     def write_step(self, metrics: StepMetrics) -> None:
         self.append("steps.jsonl", encode_line(metrics.to_fields()))
@@ -191,11 +194,11 @@ class RunFolder:
         for name, file in list(self._line_files.items()):
             with self._explain_errors(name):
                 if self._storage.local_path(name) is None:
-                    file.seek(0)
-                    kept = _lines_before(name, file.read(), step)
+                    with open(file.fileno(), "rb", closefd=False) as buffered:
+                        buffered.seek(0)
+                        self._open_line_file(name, _lines_before(name, buffered, step))
                 else:
-                    kept = _lines_before(name, self._storage.read(name), step)
-                self._open_line_file(name, kept)
+                    self._open_line_file(name, _lines_before(name, self._storage.read_lines(name), step))
                 file.close()
 
     def write_json(self, name: str, value: Any) -> None:
@@ -244,17 +247,16 @@ def encode_line(fields: Mapping[str, Any]) -> bytes:
     return json.dumps(to_plain_json(fields), allow_nan=False).encode() + b"\n"
 
 
-def _lines_before(name: str, data: bytes, step: int) -> bytes:
+def _lines_before(name: str, lines: Iterable[bytes], step: int) -> Iterator[bytes]:
     """The lines of a file without those of this step and later ones. A last line that was cut off is dropped."""
-    kept: list[str] = []
-    for line in data.decode(errors="replace").splitlines():
+    for data in lines:
+        line = data.decode(errors="replace").rstrip("\r\n")
         try:
             fields = json.loads(line)
         except ValueError:
             continue
         if name != "steps.jsonl" or fields["step"] < step:
-            kept.append(f"{line}\n")
-    return "".join(kept).encode()
+            yield f"{line}\n".encode()
 
 
 def _open_lines(path: Path) -> BinaryIO:
@@ -279,7 +281,20 @@ def _read_open_file(file: BinaryIO, start: int, end: int) -> bytes:
     return data
 
 
-def _write_all(file: BinaryIO, data: bytes) -> None:
+def _write_lines(file: BinaryIO, lines: Iterable[bytes]) -> int:
+    """Write lines, many with one call. Returns the number of bytes."""
+    waiting, size = bytearray(), 0
+    for line in lines:
+        waiting += line
+        size += len(line)
+        if len(waiting) >= _COPIED_BYTES:
+            _write_all(file, waiting)
+            waiting = bytearray()
+    _write_all(file, waiting)
+    return size
+
+
+def _write_all(file: BinaryIO, data: bytes | bytearray) -> None:
     rest = memoryview(data)
     while rest:
         rest = rest[file.write(rest) :]

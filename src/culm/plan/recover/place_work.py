@@ -167,21 +167,29 @@ class _PlacementInputs:
                 if needs is not None:
                     consumers.setdefault(needs, []).append((number, index))
         lengths: dict[tuple[int, int], float] = {}
-
-        def length_from(number: int, index: int) -> float:
-            if (number, index) not in lengths:
-                item = self.items[number]
-                kind = item.kinds[index]
-                after = [(number, index + 1)] if index + 1 < len(item.kinds) else []
-                after += consumers.get((item.key, kind is Kind.F), []) if kind is not Kind.W else []
-                duration = self.action_costs[kind][item.key.segment]
-                lengths[number, index] = duration + max((length_from(*each) for each in after), default=0.0)
-            return lengths[number, index]
-
         for number, item in enumerate(self.items):
             for index in range(len(item.kinds)):
-                length_from(number, index)
+                self._add_chain_length(number, index, consumers, lengths)
         return lengths
+
+    def _add_chain_length(
+        self,
+        number: int,
+        index: int,
+        consumers: Mapping[_TensorKey, Sequence[tuple[int, int]]],
+        lengths: dict[tuple[int, int], float],
+    ) -> float:
+        """The length of the longest chain that starts at an action, added to `lengths`. No function in a function: one
+        that calls itself is part of a cycle, which would keep all items until the next garbage collection."""
+        if (number, index) not in lengths:
+            item = self.items[number]
+            kind = item.kinds[index]
+            after = [(number, index + 1)] if index + 1 < len(item.kinds) else []
+            after += consumers.get((item.key, kind is Kind.F), []) if kind is not Kind.W else []
+            duration = self.action_costs[kind][item.key.segment]
+            rest = (self._add_chain_length(*each, consumers, lengths) for each in after)
+            lengths[number, index] = duration + max(rest, default=0.0)
+        return lengths[number, index]
 
 
 class _PlacementPass:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from culm.cluster.run_setup import RunResult
 from culm.errors import CulmError, RunError, UsageError, message_suffix
 from culm.machines.launched_run import LaunchedRun, open_launch
+from culm.providers.allocator import return_freed_memory
 from culm.providers.execute_run import HookAnswer, execute_run, find_resources
 from culm.providers.fork_server import wait_readable
 from culm.providers.graceful_stop import GracefulStop, interrupted_message
@@ -46,6 +47,7 @@ _CHECKPOINT_TIMEOUT_S = 600.0
 def main(window: int, launcher: int, fork_server: ForkServerProcess, output: int | None) -> None:
     """Supervise the run that the launcher asks for. `window`: descriptor of the socket to it. `output`: descriptor from
     which to read what user code prints."""
+    return_freed_memory()
     asyncio.run(_supervise(socket.socket(fileno=window), launcher, ForkServerClient(fork_server), output))
 
 
