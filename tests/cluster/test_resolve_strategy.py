@@ -176,11 +176,11 @@ def test_a_run_on_a_gpu_is_refused_if_the_gpu_is_too_small(monkeypatch: pytest.M
 
 
 def test_nodes_that_share_a_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    available = 1 << 40
     monkeypatch.setattr(prepare_run_module, "select_device", lambda job: torch.device("cuda"))
     monkeypatch.setattr(prepare_run_module, "usable_device_bytes", lambda device: available)
     monkeypatch.setattr(prepare_run_module, "fingerprint", lambda job: "a GPU")
     monkeypatch.setattr(prepare_run_module, "chooses_kernels", lambda device: False)
-    available = 1 << 40
     needs = [memory.total for memory in prepare_run(JOB, RunConfig(pipelines=2, stages=2)).worker_memories]
     available = 2 * sum(needs)
     prepare_run(JOB, RunConfig(pipelines=2, stages=2))

@@ -211,8 +211,8 @@ def _check_memory(
     device = select_device(job)
     if available is None and device.type == "cuda" and not config.is_shared:
         available, where = usable_device_bytes(device), f"the GPU ({USABLE_MEMORY_SHARE:.0%} of its memory)"
-        for number in range(config.workers_per_node):
-            sharing = range(number, len(plan.workers), config.workers_per_node)
+        for number in range(config.node_workers):
+            sharing = range(number, len(plan.workers), config.node_workers)
             if len(sharing) > 1 and sum(memories[slot % plan.stages].total for slot in sharing) > available:
                 available, where = available // len(sharing), f"each of {len(sharing)} workers on a GPU"
                 break
