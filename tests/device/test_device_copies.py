@@ -175,3 +175,12 @@ def test_a_failed_device_is_reported_by_the_next_event() -> None:
             await copy.event.wait()
 
     run_virtual(main())
+
+
+def test_workers_that_share_a_device_share_its_room() -> None:
+    def room(workers: int, size: int) -> bool:
+        return DeviceCopies(SimulatedStreams(0, free_bytes=100), workers=workers).has_room(size)
+
+    assert room(1, 100)
+    assert room(4, 25)
+    assert not room(4, 26)

@@ -60,9 +60,12 @@ class DeviceCopies:
         cap: int = _NO_CAP,
         chunk_bytes: int = CHUNK_BYTES,
         min_off_loaded_bytes: int | None = None,
+        workers: int = 1,
     ) -> None:
         """`cap`: bytes of host memory for slabs, see SlabPool, which asks for `chunk_bytes` at a time.
-        `min_off_loaded_bytes`: smaller tensors stay on the device; default: MIN_OFF_LOADED_BYTES."""
+        `min_off_loaded_bytes`: smaller tensors stay on the device; default: MIN_OFF_LOADED_BYTES. `workers`: how many
+        share the device."""
+        self._workers = workers
         self.min_off_loaded_bytes = MIN_OFF_LOADED_BYTES if min_off_loaded_bytes is None else min_off_loaded_bytes
         self.streams = streams or HostStreams()
         self.is_synchronous, self.device = self.streams.is_synchronous, self.streams.device
@@ -167,8 +170,9 @@ class DeviceCopies:
         return self.streams.shared_memory
 
     def has_room(self, size: int) -> bool:
-        """Whether the device has memory for this many bytes beside everything that it has held at a time so far."""
-        return self.streams.free_bytes >= size
+        """Whether the device has memory for this many bytes, from each of its workers, beside everything that this one
+        has held at a time so far."""
+        return self.streams.free_bytes >= size * self._workers
 
     @property
     def peak_device_bytes(self) -> int:
@@ -299,4 +303,5 @@ def open_device(device: torch.device, workers_on_host: int = 1, *, in_virtual_ti
     streams = open_streams(device, in_virtual_time=in_virtual_time)
     if streams.is_synchronous:
         return DeviceCopies(streams)  # uses no slabs
-    return DeviceCopies(streams, usable_memory_bytes() // _SHARE_OF_MEMORY // workers_on_host)
+    cap = usable_memory_bytes() // _SHARE_OF_MEMORY // workers_on_host
+    return DeviceCopies(streams, cap, workers=-(-workers_on_host // max(1, torch.cuda.device_count())))
