@@ -100,7 +100,7 @@ def test_a_node_killed_by_sigkill_changes_no_bit_of_the_result(
     assert all(recovered["detect_ms"] > 0 for recovered in summary["recoveries"])
 
 
-@pytest.mark.parametrize("kill", ["node=4 at=1I2", "node=2 at=2S"])
+@pytest.mark.parametrize("kill", ["node=4 at=1I3", "node=2 at=2S"])
 def test_a_sigkill_under_a_planned_schedule_changes_no_bit(
     fork_server: ForkServerClient, tmp_path: Path, kill: str
 ) -> None:
