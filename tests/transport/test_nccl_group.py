@@ -344,7 +344,8 @@ def test_a_group_whose_launch_failed_half_way_is_not_kept_and_its_tensors_stay_u
                 await members[0].all_reduce(own, torch.ones(2))
             communicator = failing.communicator
             assert communicator is not None
-            communicator.tensors.clear(), first.library.terms.clear()
+            communicator.tensors.clear()
+            first.library.terms.clear()
             del own
             assert memory() is not None
             members[0].close()

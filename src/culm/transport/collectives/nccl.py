@@ -199,7 +199,8 @@ class NcclGroup:
         written = [tensors for event, tensors in self._under_way if not _is_complete(event)]
         self.broken_off = len(written)
         written += self._half_launched
-        self._under_way.clear(), self._half_launched.clear()
+        self._under_way.clear()
+        self._half_launched.clear()
         if communicator is not None:
             abort_in_thread(communicator, written)
 
