@@ -47,6 +47,16 @@ def with_copies(test: Callable[[DeviceCopies], Any]) -> None:
     asyncio.run(main())
 
 
+def test_no_stream_of_a_group_is_one_of_the_streams_for_copies() -> None:
+    async def test(copies: DeviceCopies) -> None:
+        streams = copies.streams
+        own = {each.cuda for each in (streams.to_host, streams.to_host_later, streams.to_device)}  # type: ignore[attr-defined]
+        assert len(own) == 3
+        assert own.isdisjoint(torch.cuda.Stream(GPU) for _ in range(64))
+
+    with_copies(test)
+
+
 def test_slabs_are_page_locked() -> None:
     async def test(copies: DeviceCopies) -> None:
         copy = copies.to_host([torch.ones(1 << 20, device=GPU)])

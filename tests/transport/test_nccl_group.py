@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -307,6 +308,56 @@ def test_a_halt_between_launch_and_completion_discards_the_value() -> None:
             assert communicator.launched[0].is_complete()
             with pytest.raises(EpochClosed):
                 await members[0].all_reduce(own)
+            members[1].close()
+
+    SOCKETS.run(main())
+
+
+def test_a_group_whose_launch_failed_half_way_is_not_kept_and_its_tensors_stay_until_it_is_left() -> None:
+    """The first sum of the two is under way then, and may be written at any time."""
+
+    class FailsHalfWay(EmulatedCommunicator):
+        may_end = threading.Event()
+
+        def launch(self, tensors: Sequence[Tensor]) -> Event:
+            super().launch(tensors[:1])
+            raise RuntimeError("no memory")
+
+        def abort(self) -> None:
+            assert self.may_end.wait(10)
+            self.tensors.clear()  # the library holds what it has launched only until the caller has waited
+            super().abort()
+
+    class SumsFailHalfWay(EmulatedSums):
+        def connect(self, rendezvous: Rendezvous) -> EmulatedCommunicator:
+            self.communicator = FailsHalfWay(self.library, rendezvous.rank)
+            return self.communicator
+
+    async def main() -> None:
+        async with SOCKETS.endpoints(2) as transports:
+            first, second = distinct(2)
+            failing = SumsFailHalfWay(first.library, first.supported)
+            members = await joined(transports, [failing, second])
+            own = torch.ones(3)
+            memory = weakref.ref(own)
+            with pytest.raises(NodeLost):
+                await members[0].all_reduce(own, torch.ones(2))
+            communicator = failing.communicator
+            assert communicator is not None
+            communicator.tensors.clear()
+            first.library.terms.clear()
+            del own
+            assert memory() is not None
+            members[0].close()
+            assert memory() is not None, "the sum may still be written"
+            assert failing.kept.take(members[0]._group_name) is None
+            FailsHalfWay.may_end.set()
+            assert await asyncio.to_thread(communicator.aborted.wait, 10)
+            for _ in range(1000):
+                if memory() is None:
+                    break
+                await asyncio.sleep(0.01)
+            assert memory() is None
             members[1].close()
 
     SOCKETS.run(main())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import os
 import signal
 import socket
@@ -370,6 +371,49 @@ def test_memory_of_a_lost_sender_is_unlocked_when_its_last_tensor_is_dropped() -
             assert found is not None
             assert found.sum() == LARGE
             del found
+            await until(lambda: not locks.locked)
+
+    run_with_timeout(main())
+
+
+def test_memory_of_a_lost_sender_is_unlocked_although_its_connection_is_garbage_before() -> None:
+    """Without the unlock the driver would go on using its pages for whatever is mapped at its address next."""
+
+    async def main() -> None:
+        async with devices() as (a, b, pool, locks):
+            number = 0
+            while not lent(a):
+                (sent,) = slab(pool, torch.empty(LARGE))
+                a.send(b.address, frame_key(f"{number}"), [sent.fill_(1.0)])
+                (found,) = await b.receive(frame_key(f"{number}"))
+                number += 1
+            await close_once(a)
+            assert (await next_lost_connection(b)).body is None
+            await until(lambda: not b._io_thread._inbound)
+            gc.collect()  # as at the beginning of each epoch
+            assert not [each for each in gc.get_objects() if isinstance(each, MappedChunks) and each._holds]
+            assert len(locks.locked) == 1, "the memory that is still in use"
+            assert found is not None
+            assert found.sum() == LARGE
+            del found
+            await until(lambda: not locks.locked)
+
+    run_with_timeout(main())
+
+
+def test_memory_of_senders_is_unlocked_when_the_receiver_closes() -> None:
+    async def main() -> None:
+        async with devices() as (a, b, pool, locks):
+            number = 0
+            while not lent(a):
+                (sent,) = slab(pool, torch.empty(LARGE))
+                a.send(b.address, frame_key(f"{number}"), [sent.fill_(1.0)])
+                (found,) = await b.receive(frame_key(f"{number}"))
+                number += 1
+            del found
+            assert locks.locked
+            await close_once(b)
+            gc.collect()
             await until(lambda: not locks.locked)
 
     run_with_timeout(main())

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.0005
 """Real time between two looks at an event, where waits poll. Virtual time is twice as fast."""
+_COPY_PRIORITY = -1
+"""torch has 32 streams of each priority, and gives them out in turn. Each group of NCCL takes two of priority 0: after
+some losses a copy would be queued behind a sum that waits for another worker, which may wait for that copy."""
 _Waiting = tuple[torch.cuda.Event, asyncio.AbstractEventLoop, "asyncio.Future[None]"]
 
 
@@ -141,7 +144,8 @@ class CudaStreams:
         effect: the time would jump to the next timer meanwhile."""
         index = torch.cuda.current_device() if device.index is None else device.index
         device = self.device = torch.device("cuda", index)
-        streams = [torch.cuda.default_stream(device), *(torch.cuda.Stream(device) for _ in range(3))]
+        copying = (torch.cuda.Stream(device, priority=_COPY_PRIORITY) for _ in range(3))
+        streams = [torch.cuda.default_stream(device), *copying]
         self._streams = [CudaStream(device, stream, polls=polls) for stream in streams]
         self.compute: DeviceStream = self._streams[0]
         self.to_host: DeviceStream = self._streams[1]

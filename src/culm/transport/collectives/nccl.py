@@ -55,6 +55,8 @@ class NcclGroup:
         self._gloo: GlooGroup | None = None
         self._under_way: list[tuple[DeviceEvent, tuple[Tensor, ...]]] = []
         """Sums that were launched, with the tensors that they write."""
+        self._half_launched: list[tuple[Tensor, ...]] = []
+        """Tensors of sums whose launch failed: those of some may be under way, others were not launched."""
         self._closed = False
         self._has_joined = False
         self._created_in, self._sum_count = key.epoch, 0
@@ -150,6 +152,7 @@ class NcclGroup:
         try:
             event = communicator.launch(tensors)
         except RuntimeError as error:
+            self._half_launched.append(tensors)
             raise reduce_failed(len(self._members), error) from None
         self._sum_count += 1
         entry = event, tensors
@@ -182,8 +185,8 @@ class NcclGroup:
             self._gloo.close()
         if self._closed:
             return
-        communicator = self._communicator
-        if communicator is not None and self._has_joined and not self._under_way and not communicator.find_error():
+        communicator, is_idle = self._communicator, not self._under_way and not self._half_launched
+        if communicator is not None and self._has_joined and is_idle and not communicator.find_error():
             self._closed, self._communicator = True, None
             kept = KeptCommunicator(communicator, (self._created_in, self._sum_count))
             self._sums.kept.keep(self._group_name, kept)
@@ -195,7 +198,9 @@ class NcclGroup:
         communicator, self._communicator = self._communicator, None
         written = [tensors for event, tensors in self._under_way if not _is_complete(event)]
         self.broken_off = len(written)
+        written += self._half_launched
         self._under_way.clear()
+        self._half_launched.clear()
         if communicator is not None:
             abort_in_thread(communicator, written)
 

@@ -197,14 +197,31 @@ def _has_ended(process: int) -> bool:
 
 
 class _MappedChunk:
-    """A chunk of another process, mapped here."""
+    """A chunk of another process, mapped here.
+
+    A page-lock belongs to the memory, not to the connection that it arrived over: it ends when the last tensor in the
+    chunk has been dropped, and always before the memory is unmapped. The driver would go on using the locked pages for
+    whatever is mapped at this address next.
+    """
 
     def __init__(self, mapped: mmap.mmap, *, keeps_pages: bool) -> None:
-        self.mapped, self.keeps_pages = mapped, keeps_pages
+        self.size, self.keeps_pages = len(mapped), keeps_pages
         self.is_locked = False
-        self.users = 0
-        """Pieces of memory in use."""
-        self.is_forgotten = False
+        self._mapped = mapped
+        self.memory = (ctypes.c_uint8 * len(mapped)).from_buffer(mapped)
+        """All tensors in the chunk refer to it."""
+
+    def lock(self, locker: PageLocker, done: Callable[[], None]) -> None:
+        """Page-lock the memory, then call `done`, in a thread."""
+        memory = self.memory
+
+        def locked(success: bool) -> None:
+            if success:
+                weakref.finalize(memory, locker.unlock, self._mapped).atexit = False
+            self.is_locked = success
+            done()
+
+        locker.lock(self._mapped, locked)
 
 
 class MappedChunks:
@@ -214,6 +231,7 @@ class MappedChunks:
         """`on_dropped` is called, in any thread, with the number of a frame when the last of its tensors is dropped.
         `locker`: page-locks chunks; None: there is no device."""
         self._on_dropped, self._locker = on_dropped, locker
+        self._is_closed = False
         self._chunks: dict[int, _MappedChunk] = {}
         self._holds: dict[int, weakref.ref[Any]] = {}
         """One for each piece of memory in use, by id of the reference."""
@@ -243,15 +261,11 @@ class MappedChunks:
             done()
             return
 
-        def locked(success: bool) -> None:
-            with self._lock:
-                found.is_locked = success
-                self._unlock_if_unused(found)
-                is_forgotten = found.is_forgotten
-            if not is_forgotten:
+        def locked() -> None:
+            if not self._is_closed:
                 done()
 
-        self._locker.lock(found.mapped, locked)
+        found.lock(self._locker, locked)
 
     def is_locked(self, chunk: int) -> bool:
         """Whether a chunk is page-locked."""
@@ -291,46 +305,32 @@ class MappedChunks:
         all of it is garbage. Raises ValueError."""
         for chunk, offset, size, alignment in pieces:
             known = self._chunks.get(chunk)
-            if known is None or offset % alignment or not HEAD_BYTES <= offset <= len(known.mapped) - size:
+            if known is None or offset % alignment or not HEAD_BYTES <= offset <= known.size - size:
                 raise ValueError("a frame in memory that is not shared")
         waiting = len(pieces)
+
+        def dropped(hold: weakref.ref[Any]) -> None:
+            nonlocal waiting
+            with self._lock:
+                self._holds.pop(id(hold), None)
+                waiting -= 1
+                is_last = waiting == 0
+            if is_last:
+                self._on_dropped(number)
+
         found = []
         for chunk, offset, size, _ in pieces:
-            home = self._chunks[chunk]
-
-            def dropped(hold: weakref.ref[Any], home: _MappedChunk = home) -> None:
-                nonlocal waiting
-                with self._lock:
-                    self._holds.pop(id(hold), None)
-                    waiting -= 1
-                    home.users -= 1
-                    self._unlock_if_unused(home)
-                    is_last = waiting == 0
-                if is_last:
-                    self._on_dropped(number)
-
-            memory = (ctypes.c_uint8 * size).from_buffer(home.mapped, offset)
+            memory = (ctypes.c_uint8 * size).from_buffer(self._chunks[chunk].memory, offset)
             hold = weakref.ref(memory, dropped)
             with self._lock:
                 self._holds[id(hold)] = hold
-                home.users += 1
             found.append(torch.frombuffer(memory, dtype=torch.uint8))
         return found
 
-    def _unlock_if_unused(self, chunk: _MappedChunk) -> None:
-        """Unlock a chunk before it is unmapped, which it is when nobody refers to it. Called with the lock held."""
-        if chunk.is_forgotten and chunk.is_locked and not chunk.users and self._locker is not None:
-            chunk.is_locked = False
-            self._locker.unlock(chunk.mapped)
-
     def close(self) -> None:
         """Forget the chunks when their connection has ended. Tensors keep their memory; nothing is acknowledged."""
-        with self._lock:
-            self._on_dropped = _ignore
-            for chunk in self._chunks.values():
-                chunk.is_forgotten = True
-                self._unlock_if_unused(chunk)
-            self._chunks.clear()
+        self._on_dropped, self._is_closed = _ignore, True
+        self._chunks.clear()
 
 
 def _ignore(number: int) -> None:
