@@ -58,7 +58,8 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[EmulatedStream]]:
     """The emulated streams that were created: compute, to the host, to the device."""
     created: list[EmulatedStream] = []
 
-    def create(device: object = None) -> EmulatedStream:
+    def create(device: object = None, priority: int = 0) -> EmulatedStream:
+        del priority
         created.append(EmulatedStream(device))
         return created[-1]
 
