@@ -237,7 +237,7 @@ class InboundLanes:
                     return self._frames[number]
                 if self._has_ended:
                     raise ConnectionError
-            self._read_headers()  # whoever usually does may be computing
+            self._read_headers()  # the thread that usually reads them may be computing
             seconds = _NEXT_LOOK_S
 
     def _end(self, sock: FrameSocket, *, is_broken: bool) -> None:

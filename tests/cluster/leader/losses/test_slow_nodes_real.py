@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from functools import partial
 from pathlib import Path
 
 import pytest
+from benchmarks.resilience.slow_node import halve_speed
 from tests.tiny_jobs import Nap, job
 
 from culm.cluster.run_setup import RunResult
@@ -19,19 +18,6 @@ from culm.training import pickle_job
 
 pytestmark = [pytest.mark.real, pytest.mark.waits(6), pytest.mark.usefixtures("forked_programs")]
 MICRO_BATCHES = 16
-TURN_S = 0.02
-
-
-async def halve_speed(process: int) -> None:
-    """Stop and continue a process in turn, until cancelled."""
-    try:
-        while True:
-            os.kill(process, signal.SIGSTOP)
-            await asyncio.sleep(TURN_S)
-            os.kill(process, signal.SIGCONT)
-            await asyncio.sleep(TURN_S)
-    finally:
-        os.kill(process, signal.SIGCONT)
 
 
 def test_a_worker_at_half_speed_gets_less_work_and_no_bit_differs(
